@@ -1,0 +1,192 @@
+"""The recipe: a typed tree. Each field's description is its documentation (``farflung init`` prints it as comments)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+WeightFormat = Literal["bf16", "fp8", "mxfp4", "nvfp4"]
+KvFormat = Literal["bf16", "fp8"]
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Strict: an unknown key is an error, a value is never silently converted to another kind."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+
+class RunConfig(Section):
+    name: str = "run"
+    """Name of the run; its folder is runs/NAME unless --dir says otherwise."""
+    seed: int = 0
+    """Fixes the order of tasks, every episode's random numbers and the trainer's."""
+    updates: Positive = 20
+    """Optimiser steps to make."""
+    minutes: Seconds | None = None
+    """Stop cleanly after the update during which this much wall time has passed, even if updates are left."""
+    sync: bool = False
+    """Sample, then train, in turns (for comparison). Otherwise both go on at the same time."""
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Drop groups whose oldest token is more than this many versions old when the trainer takes them. None: unbounded."""
+    buffer_batches: Annotated[float, Field(gt=0)] = 2.0
+    """Sampling pauses while this many batches of finished or unfinished groups wait."""
+
+
+class ModelConfig(Section):
+    path: str = "builtin:repair-1m"
+    """A folder or Hub id of a Hugging Face causal LM with tokenizer and chat template; builtin:NAME is a packaged one."""
+    tool_format: Literal["auto", "command", "hermes", "xml", "fenced"] = "auto"
+    """How the model writes a bash call; auto reads it off the chat template."""
+
+
+class TasksConfig(Section):
+    train: str = "builtin:repair/train"
+    """A task file (JSON lines) to learn from; builtin:NAME is a packaged one."""
+    heldout: str = "builtin:repair/heldout"
+    """A task file for evaluation; no task may stand in both."""
+    limit: Positive | None = None
+    """Use only the first this many training tasks."""
+
+
+class AgentConfig(Section):
+    max_turns: Positive = 8
+    """Replies per episode; one more ends it as turn_limit."""
+    max_tokens: Positive = 1024
+    """Tokens of the whole transcript; reaching it ends the episode as token_limit."""
+    max_turn_tokens: Positive = 96
+    """Tokens of one reply; a reply cut there counts as a format error unless its call is complete."""
+    format_errors: Positive = 3
+    """Replies in a row without a tool call that end the episode as format_error."""
+    command_seconds: Seconds = 5.0
+    """A command is killed, with all that it started, after this long."""
+    command_bytes: Positive = 1 << 20
+    """A command is killed when it has printed this much."""
+    command_kills: Positive = 2
+    """Commands killed for time (or output) that end the episode as command_time (or command_output)."""
+    observation_chars: Positive = 600
+    """What the agent sees of an output: its first and last halves, with a note of what was left out."""
+    episode_seconds: Seconds = 120.0
+    """Wall time of an episode, not counting the wait for a sampler; reaching it ends it as episode_time."""
+
+
+class SandboxConfig(Section):
+    kind: Literal["bubblewrap", "process"] = "bubblewrap"
+    """bubblewrap isolates; process does not and is for machines where nothing else runs and the model is trusted."""
+    memory_mb: Positive = 256
+    """Memory of all processes of a sandbox."""
+    processes: Positive = 64
+    """Processes and threads of a sandbox."""
+    disk_mb: Positive = 32
+    """Size of its writable file system."""
+    start_seconds: Seconds = 20.0
+    """A sandbox that is not ready by then has failed."""
+    test_seconds: Seconds = 20.0
+    """Time for a task's tests when they grade a patch."""
+    retries: Annotated[int, Field(ge=0)] = 2
+    """Fresh tries of a failed sandbox or grader before the episode is dropped."""
+
+
+class SamplingConfig(Section):
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """The same temperature is used by samplers and trainer."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.97
+    """Mass of the most likely candidates that a token is drawn from; the trainer replays exactly that set."""
+    top_k: Positive = 64
+    """Bound on the candidates of a token."""
+
+
+class PoolConfig(Section):
+    name: str
+    """The pool's name in every metric."""
+    weights: WeightFormat = "bf16"
+    """Weight format that its samplers serve."""
+    kv: KvFormat = "bf16"
+    """Format of its key-value cache."""
+    replicas: Positive = 1
+    """Samplers that are started on this machine; 0 or more others may join by URL."""
+    capacity: Positive = 16
+    """Sessions that one replica serves at a time; pools get sessions in proportion to replicas x capacity."""
+    engine: Literal["embedded", "paced"] = "embedded"
+    """embedded computes here; paced answers at tokens_per_second as a remote accelerator would (for overlap measurements)."""
+    tokens_per_second: Annotated[float, Field(gt=0)] = 1000.0
+    """Rate of the paced engine, per session."""
+
+
+class RouterConfig(Section):
+    turn_seconds: Seconds = 60.0
+    """A replica that has not answered a turn by then is passed over and the turn goes to another."""
+    retry_seconds: Seconds = 120.0
+    """A turn that no replica could serve for this long fails (an infrastructure failure)."""
+    heartbeat_seconds: Seconds = 1.0
+    """How often replicas report; three missed reports drop a replica from rotation."""
+
+
+class TrainConfig(Section):
+    groups: Positive = 8
+    """Groups (prompts) per update."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Trajectories per prompt."""
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    """AdamW learning rate, constant after warm-up."""
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Updates over which the learning rate rises to lr."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """AdamW betas."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW weight decay."""
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    """Gradient norm is clipped to this."""
+    std: bool = False
+    """Divide the group's centred rewards by their standard deviation."""
+    weight: Literal["none", "mis"] = "mis"
+    """Importance weight f(p/q): none is 1; mis is p/q inside the band and 0 outside."""
+    band: tuple[float, float] = (0.5, 5.0)
+    """Ratios kept by mis, ends included."""
+    centering: bool = True
+    """Subtract the expected weighted score under the sampler at every position (score centering)."""
+    pack_tokens: Positive = 4096
+    """Tokens of one packed forward pass (a longer sequence gets a pass of its own)."""
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type; masters and optimiser state are always float32. auto: bfloat16 on a GPU, float32 on a CPU."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass, for long sequences."""
+
+
+class EvalConfig(Section):
+    tasks: Positive = 64
+    """Held-out tasks, the first this many of the file."""
+    samples: Positive = 4
+    """Attempts per task, from the whole vocabulary at temperature 1, weights and cache in BF16."""
+    concurrency: Positive = 32
+    """Episodes at a time."""
+    before: bool = True
+    """Evaluate the starting policy too."""
+
+
+class Recipe(Section):
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    tasks: TasksConfig = TasksConfig()
+    agent: AgentConfig = AgentConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    pools: tuple[PoolConfig, ...] = (PoolConfig(name="bf16"),)
+    router: RouterConfig = RouterConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        names = [pool.name for pool in self.pools]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"pools need at least one entry and different names, not {names}")
+        low, high = self.train.band
+        if not 0 < low < high:
+            raise ValueError(f"train.band is [{low}, {high}]; it needs 0 < low < high")
+        if self.agent.max_turn_tokens > self.agent.max_tokens:
+            raise ValueError("agent.max_turn_tokens is above agent.max_tokens")
+        return self

@@ -1,0 +1,30 @@
+"""Two kinds of trouble, told apart by type: bad input (mend it) and failed machinery (retry or drop it)."""
+
+from __future__ import annotations
+
+
+class FarflungError(Exception):
+    """An error for a person: what is wrong, where, and how to mend it."""
+
+    def __init__(self, what: str, *, where: str = "", mend: str = "") -> None:
+        self.what = what
+        self.where = where
+        self.mend = mend
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        mend = f"\n  {self.mend}" if self.mend else ""
+        return f"{place}{self.what}{mend}"
+
+
+class BadInput(FarflungError):
+    """Something that came from outside is wrong: configuration, task, model folder, request, store object."""
+
+
+class InfraError(FarflungError):
+    """Machinery failed (a sandbox, a sampler, a store). Never a reward: it is retried, then dropped and counted."""
+
+
+class Corrupt(BadInput):
+    """Bytes that do not hash, parse or fit what they claim to be."""
