@@ -165,7 +165,7 @@ class Ledger:
         ).fetchone()
         path = self._episodes / name
         try:
-            raw = path.read_bytes()
+            raw: bytes = path.read_bytes()
         except OSError as error:
             raise Corrupt(f"cannot be read: {error.strerror}", where=str(path)) from None
         if hashlib.sha256(raw).hexdigest() != digest:
