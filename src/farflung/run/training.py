@@ -1,0 +1,127 @@
+"""The trainer's process: take a batch, step, make it durable, publish it, report it. ``python -m farflung.run.training``.
+
+Killed at any point it goes on without repeating an update: the checkpoint is written whole or not at all and carries the
+update's metrics; publishing the same version again changes nothing; the coordinator records a report once. A batch
+belongs to its update for good, so an update whose checkpoint was never written is made again from the same groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from farflung.config import Recipe
+from farflung.core.errors import Corrupt, FarflungError
+from farflung.core.metrics import UpdateMetrics
+from farflung.core.process import die_with_parent
+from farflung.run.client import RunClient, RunOver
+from farflung.run.coordinator import decode_batch
+from farflung.trainer.step import Trainer
+from farflung.weights.publisher import Publisher
+from farflung.weights.store import open_store
+
+KEEP_CHECKPOINTS = 2
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Finished checkpoints of a run, oldest first."""
+    return sorted(p for p in (run_dir / "checkpoints").glob("update-*") if p.is_dir())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The trainer of a run; started by `farflung train`.")
+    parser.add_argument("--run", required=True, help="URL of the coordinator")
+    parser.add_argument("--token-file", type=Path, required=True)
+    parser.add_argument("--dir", type=Path, required=True, help="the run's folder")
+    args = parser.parse_args()
+    if parent := os.environ.get("FARFLUNG_PARENT"):
+        die_with_parent(int(parent))
+    client = RunClient(args.run, args.token_file.read_text().strip())
+    facts = client.get("/v1/recipe")
+    train(client, Recipe.model_validate(facts["recipe"]), Path(facts["model"]), facts["run_id"], args.dir)
+
+
+def train(client: RunClient, recipe: Recipe, model: Path, run_id: str, run_dir: Path) -> None:
+    """Make updates until the coordinator wants no more; the last policy lies in ``run_dir/policy``."""
+    trainer, last = _start(recipe, model, run_dir)
+    store = open_store(str(run_dir / "store"))
+    publisher = Publisher.resume(store, run_id)
+    if publisher is None:
+        if trainer.version > 0:
+            raise Corrupt(
+                f"the store is empty, the checkpoint is at version {trainer.version}", where=str(run_dir / "store")
+            )
+        publisher = Publisher(store, run_id)
+        base = publisher.publish_base(trainer.weights())
+        client.post("/v1/updates", {"metrics": None, "published": asdict(base)})
+    if last is not None:
+        _publish(client, trainer, publisher, last)
+    print(f"trainer ready at version {trainer.version}", flush=True)
+    try:
+        while True:
+            _update(client, trainer, publisher, run_dir)
+    except RunOver:
+        trainer.export(run_dir / "policy")
+        print("trainer finished", flush=True)
+
+
+def _start(recipe: Recipe, model: Path, run_dir: Path) -> tuple[Trainer, UpdateMetrics | None]:
+    """The newest readable checkpoint with the metrics of its update, or the starting policy."""
+    for path in reversed(checkpoints(run_dir)):
+        try:
+            trainer, extra = Trainer.load(path, model, recipe.train, temperature=recipe.sampling.temperature)
+        except Corrupt as error:
+            print(f"passing over a checkpoint: {error}", flush=True)
+            continue
+        return trainer, UpdateMetrics.from_dict(extra["metrics"])
+    return Trainer(model, recipe.train, temperature=recipe.sampling.temperature, seed=recipe.run.seed), None
+
+
+def _update(client: RunClient, trainer: Trainer, publisher: Publisher, run_dir: Path) -> None:
+    """One update from batch to report. Raises RunOver when there is no further one."""
+    update = trainer.version + 1
+    waited = time.monotonic()
+    while not (raw := client.post("/v1/batches", {"update": update})):
+        pass  # an empty answer comes after ten seconds: the batch is still being sampled
+    began = time.monotonic()
+    metrics = trainer.step(decode_batch(raw))
+    stepped = time.monotonic()
+    parts = dict(metrics.seconds) | {"wait": began - waited, "step": stepped - began}
+    metrics = replace(metrics, seconds=parts)
+    _checkpoint(trainer, metrics, run_dir)
+    _publish(client, trainer, publisher, metrics, saved=time.monotonic() - stepped)
+
+
+def _checkpoint(trainer: Trainer, metrics: UpdateMetrics, run_dir: Path) -> None:
+    folder = run_dir / "checkpoints"
+    folder.mkdir(exist_ok=True)
+    trainer.save(folder / f"update-{trainer.version:06d}", {"metrics": metrics.to_dict()})
+    for old in checkpoints(run_dir)[:-KEEP_CHECKPOINTS]:
+        shutil.rmtree(old)
+
+
+def _publish(
+    client: RunClient, trainer: Trainer, publisher: Publisher, metrics: UpdateMetrics, saved: float = 0.0
+) -> None:
+    """Make the update's version visible, then report it: a sampler may serve a version before the ledger knows it."""
+    published = publisher.publish(trainer.version, trainer.weights())
+    parts = dict(metrics.seconds) | {"save": saved, "publish": published.seconds}
+    report = replace(metrics, seconds=parts)
+    client.post("/v1/updates", {"metrics": report.to_dict(), "published": asdict(published)})
+    print(
+        f"update {metrics.update}: reward {metrics.all.reward:.3f}, kl {metrics.all.kl:.5f}, "
+        f"gradient norm {metrics.grad_norm:.3f}, {json.dumps({k: round(v, 2) for k, v in parts.items()})}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except FarflungError as error:
+        raise SystemExit(f"error: {error}") from None
