@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -14,22 +16,26 @@ from pydantic import BaseModel, ValidationError
 from farflung.config.tree import Recipe
 from farflung.core.errors import BadInput
 
+Loc = tuple[int | str, ...]
+
 
 def load_recipe(path: Path | str, overrides: Sequence[tuple[str, str]] = ()) -> Recipe:
     """Parse ``path`` and apply overrides such as ("train.lr", "1e-6"). Raises BadInput naming key, place and mend."""
     path = Path(path)
     try:
-        tree = tomllib.loads(path.read_text())
+        text = path.read_text()
+        tree = tomllib.loads(text)
     except OSError as error:
         raise BadInput(f"cannot read the recipe: {error.strerror}", where=str(path)) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"not TOML: {error}", where=str(path)) from None
+    given: dict[Loc, str] = {}
     for key, value in overrides:
-        _set(tree, key, _parse(value))
+        given[_set(tree, key, value)] = f"--{key}"
     try:
-        return Recipe.model_validate(tree)
+        return Recipe.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        raise _explain(error, tree, str(path)) from None
+        raise _explain(error, tree, given, str(path), text) from None
 
 
 def dump_recipe(recipe: Recipe) -> dict[str, Any]:
@@ -37,66 +43,150 @@ def dump_recipe(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_dump(mode="json")
 
 
-def _parse(text: str) -> Any:
-    """A value as TOML would read it; bare words are strings."""
+def _set(tree: dict[str, Any], key: str, value: str) -> Loc:
+    """Set a dotted key and return its place; a list is entered by index or by its entries' name (pools.nvfp4.replicas)."""
+    *path, last = key.split(".")
+    node: Any = tree
+    loc: list[int | str] = []
+    for part in path:
+        if isinstance(node, list):
+            at = _entry(node, part, key)
+            node = node[at]
+            loc.append(at)
+        else:
+            node = node.setdefault(part, {})
+            loc.append(part)
+        if not isinstance(node, dict | list):
+            raise BadInput(f"{'.'.join(map(str, loc))} is not a table", where=f"--{key}")
+    if isinstance(node, list):
+        names = ", ".join(_names(node))
+        raise BadInput(
+            "a list needs an entry's name or number before the key", where=f"--{key}", mend=f"entries: {names}"
+        )
+    node[last] = _parse(value, _annotation((*loc, last)))
+    return (*loc, last)
+
+
+def _entry(entries: list[Any], part: str, key: str) -> int:
+    if part.isdigit() and int(part) < len(entries):
+        return int(part)
+    names = _names(entries)
+    if part in names:
+        return names.index(part)
+    raise BadInput(
+        f"no entry {part!r}", where=f"--{key}", mend=f"{_nearest(part, names)}valid entries: {', '.join(names)}"
+    )
+
+
+def _names(entries: list[Any]) -> list[str]:
+    return [str(entry.get("name", at)) if isinstance(entry, dict) else str(at) for at, entry in enumerate(entries)]
+
+
+def _parse(text: str, annotation: Any) -> Any:
+    """A value as TOML would read it; what the tree wants as text stays text, and none empties what may be empty."""
+    wanted = get_args(annotation) or (annotation,)
+    if NoneType in wanted and text in ("none", "null"):
+        return None
+    if str in wanted and not text.startswith(('"', "'")):
+        return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
 
 
-def _set(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key; a list is entered by index or by its entries' name (pools.nvfp4.replicas)."""
-    *path, last = key.split(".")
-    node: Any = tree
-    for at, part in enumerate(path):
-        if isinstance(node, list):
-            node = _entry(node, part, key)
-        elif isinstance(node, dict):
-            node = node.setdefault(part, {})
-        else:
-            raise BadInput(f"{'.'.join(path[:at])} is not a table", where=f"--{key}")
-    if isinstance(node, list):
-        raise BadInput("a list needs an entry's name or number before the key", where=f"--{key}")
-    if not isinstance(node, dict):
-        raise BadInput(f"{'.'.join(path)} is not a table", where=f"--{key}")
-    node[last] = value
-
-
-def _entry(entries: list[Any], part: str, key: str) -> Any:
-    if part.isdigit() and int(part) < len(entries):
-        return entries[int(part)]
-    names = [str(e.get("name")) for e in entries if isinstance(e, dict)]
-    if part in names:
-        return entries[names.index(part)]
-    raise BadInput(f"no entry {part!r}", where=f"--{key}", mend=f"valid entries: {', '.join(names)}")
-
-
-def _explain(error: ValidationError, tree: dict[str, Any], place: str) -> BadInput:
+def _explain(error: ValidationError, tree: dict[str, Any], given: dict[Loc, str], path: str, text: str) -> BadInput:
     """The first problem as: key, place, what was expected, and the nearest valid key for an unknown one."""
     first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in first["loc"])
+    loc: Loc = first["loc"]
+    key = _name(loc, tree)
+    where = _place(loc, given, path, text)
     if first["type"] == "extra_forbidden":
-        valid = _keys(first["loc"][:-1])
-        near = difflib.get_close_matches(str(first["loc"][-1]), valid, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        return BadInput(f"unknown key {key!r}", where=place, mend=f"{hint}valid keys here: {', '.join(valid)}")
+        valid = _keys(loc[:-1])
+        hint = _nearest(str(loc[-1]), valid) or _elsewhere(str(loc[-1]))
+        return BadInput(f"unknown key {key!r}", where=where, mend=f"{hint}valid keys here: {', '.join(valid)}")
     if first["type"] == "missing":
-        return BadInput(f"{key!r} is missing", where=place)
-    given = f", not {json.dumps(first['input'], default=str)}" if first["loc"] else ""
-    expected = first["msg"].removeprefix("Value error, ")
-    return BadInput(f"{key + ': ' if key else ''}{expected[:1].lower()}{expected[1:]}{given}", where=place)
+        return BadInput(f"{key!r} is missing", where=where)
+    shown = f", not {json.dumps(first['input'], default=str)}" if loc and not isinstance(first["input"], dict) else ""
+    expected = (
+        first["msg"].removeprefix("Value error, ").replace("Input should", "should").replace("an object", "a table")
+    )
+    return BadInput(f"{key + ' ' if key else ''}{expected}{shown}", where=where)
 
 
-def _keys(loc: tuple[int | str, ...]) -> list[str]:
-    """The valid keys of the section at ``loc``."""
+def _name(loc: Loc, tree: Any) -> str:
+    """The dotted key as a person writes it: entries of a list by their name where they have one."""
+    parts = []
+    for part in loc:
+        if isinstance(part, int):
+            parts.append(_names(tree)[part])
+            tree = tree[part]
+        else:
+            parts.append(part)
+            tree = tree.get(part) if isinstance(tree, dict) else None
+    return ".".join(parts)
+
+
+def _place(loc: Loc, given: dict[Loc, str], path: str, text: str) -> str:
+    """Where a key was set: the flag on the command line, or file and line."""
+    for known, flag in given.items():
+        if loc and (known[: len(loc)] == loc or loc[: len(known)] == known):
+            return flag
+    lines = (_line(loc[:depth], text) for depth in range(len(loc), 0, -1))
+    return next((f"{path}:{line}" for line in lines if line), path)
+
+
+def _line(loc: Loc, text: str) -> int | None:
+    """The line on which a key, or the table of this name, begins; None where TOML was written in a way not followed here."""
+    header: Loc = ()
+    seen: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if table := re.match(r"\s*\[\[?([\w.\- ]+)\]", line):
+            header = tuple(part.strip() for part in table[1].split("."))
+            if line.lstrip().startswith("[["):
+                name = table[1].strip()
+                seen[name] = seen.get(name, -1) + 1
+                header = (*header, seen[name])
+            if header == loc:
+                return number
+        elif (entry := re.match(r"\s*([\w.\-]+)\s*=", line)) and (*header, *entry[1].split(".")) == loc:
+            return number
+    return None
+
+
+def _nearest(word: str, valid: list[str]) -> str:
+    near = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def _elsewhere(word: str) -> str:
+    """A key that stands in another section under the same name."""
+    found = [f"{section}.{word}" for section in Recipe.model_fields if word in _keys((section,))]
+    return f"did you mean {found[0]!r}? " if found else ""
+
+
+def _model(loc: Loc) -> type[BaseModel] | None:
+    """The section that stands at ``loc``; list positions are passed over."""
     model: type[BaseModel] = Recipe
     for part in loc:
         if isinstance(part, int):
             continue
+        if part not in model.model_fields:
+            return None
         annotation = model.model_fields[part].annotation
         found = [a for a in (annotation, *get_args(annotation)) if isinstance(a, type) and issubclass(a, BaseModel)]
         if not found:
-            return []
+            return None
         model = found[0]
-    return list(model.model_fields)
+    return model
+
+
+def _keys(loc: Loc) -> list[str]:
+    model = _model(loc)
+    return list(model.model_fields) if model else []
+
+
+def _annotation(loc: Loc) -> Any:
+    model = _model(loc[:-1])
+    field = model.model_fields.get(str(loc[-1])) if model else None
+    return field.annotation if field else None
