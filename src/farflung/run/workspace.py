@@ -1,0 +1,125 @@
+"""A run's folder: what it was started with, its secret, and the lock that keeps a second coordinator out."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.resources
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from farflung.config import Recipe, dump_recipe
+from farflung.core.errors import BadInput, Corrupt
+from farflung.run.ledger import require_run
+
+MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """``model`` is the local folder of the starting policy; ``run_id`` names the run in the weight store."""
+
+    path: Path
+    recipe: Recipe
+    model: Path
+    run_id: str
+
+    @property
+    def token_file(self) -> Path:
+        return self.path / "token"
+
+    @property
+    def token(self) -> str:
+        return self.token_file.read_text().strip()
+
+    @property
+    def store(self) -> str:
+        return str(self.path / "store")
+
+    @property
+    def policy(self) -> Path:
+        """The newest policy in Hugging Face format, once training has ended."""
+        return self.path / "policy"
+
+    @staticmethod
+    def create(path: Path, recipe: Recipe) -> Workspace:
+        """A new run. Raises BadInput if one is here already or the model cannot be found."""
+        if (path / "recipe.json").exists():
+            raise BadInput(
+                "a run is here already",
+                where=str(path),
+                mend=f"go on with it: farflung train --resume {path}, or pass another --dir",
+            )
+        model = resolve_model(recipe.model.path)
+        path.mkdir(parents=True, exist_ok=True)
+        token = path / "token"
+        with contextlib.suppress(FileExistsError):
+            with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_urlsafe(24))
+        facts = {"recipe": dump_recipe(recipe), "model": str(model), "run_id": secrets.token_hex(8)}
+        temporary = path / "recipe.json.tmp"
+        temporary.write_text(json.dumps(facts, indent=1))
+        temporary.rename(path / "recipe.json")
+        return Workspace(path, recipe, model, str(facts["run_id"]))
+
+    @staticmethod
+    def open(path: Path) -> Workspace:
+        """An existing run. Raises BadInput if there is none."""
+        require_run(path)
+        where = str(path / "recipe.json")
+        try:
+            facts = json.loads((path / "recipe.json").read_text())
+            return Workspace(path, Recipe.model_validate(facts["recipe"]), Path(facts["model"]), str(facts["run_id"]))
+        except (ValueError, KeyError, ValidationError) as error:
+            raise Corrupt(f"not a run's recipe: {error}", where=where) from None
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Held while a coordinator runs; the kernel lets go when it dies."""
+        with (self.path / "lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise BadInput("this run is going on in another process", where=str(self.path)) from None
+            yield
+
+
+def resolve_model(path: str) -> Path:
+    """A local folder for ``path``: a folder, builtin:NAME (packaged), or a Hub id. Raises BadInput."""
+    if path.startswith("builtin:"):
+        policies = Path(str(importlib.resources.files("farflung"))) / "assets" / "policies"
+        folder = policies / path.removeprefix("builtin:")
+        if not (folder / "config.json").is_file():
+            names = sorted(p.name for p in policies.glob("*") if (p / "config.json").is_file())
+            raise BadInput(f"no packaged policy {path!r}", where="model.path", mend=f"packaged: {', '.join(names)}")
+        return folder
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise BadInput(
+                "the folder holds no config.json",
+                where=f"model.path {path}",
+                mend="a Hugging Face model folder is needed",
+            )
+        return folder.resolve()
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise BadInput(
+            "no such folder",
+            where=f"model.path {path}",
+            mend="give a model folder, a Hub id (owner/name) or builtin:NAME",
+        )
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(path, allow_patterns=MODEL_FILES))
+    except Exception as error:  # the hub's client raises a family of its own for offline, missing and gated
+        raise BadInput(
+            f"neither a folder nor a model that the Hub gives: {type(error).__name__}", where=f"model.path {path}",
+            mend="check the name and the connection, or download it and give the folder",
+        ) from None  # fmt: skip
