@@ -92,7 +92,7 @@ def _kind(field: FieldInfo) -> str:
     elif get_origin(annotation) is tuple:
         words = "list of two numbers"
     else:
-        words = {int: "whole number", float: "number", str: "text", bool: "true or false"}[annotation]  # type: ignore[index]
+        words = {int: "whole number", float: "number", str: "text", bool: "true or false"}[annotation]
     for bound in bounds:
         for sign, attribute in ((">=", "ge"), (">", "gt"), ("<=", "le"), ("<", "lt")):
             if hasattr(bound, attribute):
