@@ -68,7 +68,7 @@ def decode(raw: bytes | bytearray | memoryview, *, where: str = "frame") -> tupl
         header = json.loads(bytes(view[8 : 8 + length]))
         data, table = header["data"], header["arrays"]
         entries = [(str(name), str(dtype), [int(n) for n in shape]) for name, dtype, shape in table]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise Corrupt(f"the header is not what a frame holds: {error}", where=where) from None
     if not isinstance(data, dict):
         raise Corrupt("the header's data is not an object", where=where)
@@ -81,7 +81,10 @@ def decode(raw: bytes | bytearray | memoryview, *, where: str = "frame") -> tupl
         size = count * DTYPES[dtype].itemsize
         if size > len(view) - at:
             raise Corrupt(f"array {name!r} claims {size} bytes, {max(0, len(view) - at)} are left", where=where)
-        arrays[name] = np.frombuffer(view, dtype=DTYPES[dtype], count=count, offset=at).reshape(shape)
+        try:
+            arrays[name] = np.frombuffer(view, dtype=DTYPES[dtype], count=count, offset=at).reshape(shape)
+        except (ValueError, OverflowError) as error:
+            raise Corrupt(f"array {name!r} cannot have shape {shape}: {error}", where=where) from None
         at += size + -size % 8
     if at != len(view):
         raise Corrupt(f"{len(view) - at} bytes follow the last array", where=where)
