@@ -1,0 +1,236 @@
+"""`farflung train`: the coordinator with all the local processes of a run, and the view of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+
+from farflung.config import PoolConfig, Recipe
+from farflung.core.errors import FarflungError
+from farflung.core.metrics import UpdateMetrics
+from farflung.core.process import die_with_parent
+from farflung.fleet import wire
+from farflung.run.buffer import Buffer
+from farflung.run.coordinator import Coordinator
+from farflung.run.ledger import Ledger
+from farflung.run.live import PoolView, Snapshot, View, open_view
+from farflung.run.preflight import Checked, preflight
+from farflung.run.processes import PeakMemory, Processes, Program
+from farflung.run.workspace import Workspace
+
+LOOK_SECONDS = 0.5
+POOL_SECONDS = 2.0
+FINISH_SECONDS = 60.0  # for the trainer to write the last policy
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended: ``stopped`` says why it ended before its last update, if it did."""
+
+    update: int
+    wall_s: float
+    peak_rss_bytes: int
+    stopped: str | None = None
+
+
+def train(space: Workspace, *, console: Console | None = None) -> Outcome:
+    """Start or go on with the run in ``space`` until its updates are made, its time is up, or somebody stops it.
+
+    Raises FarflungError for what cannot go on (bad input, a process that dies again and again, a full disk).
+    """
+    console = console or Console()
+    checked = preflight(space)
+    with space.locked():
+        return asyncio.run(_Run(space, checked, console).go())
+
+
+class _Run:
+    def __init__(self, space: Workspace, checked: Checked, console: Console) -> None:
+        self._space = space
+        self._recipe = space.recipe
+        self._ledger = Ledger(space.path)
+        self._coordinator = Coordinator(
+            self._ledger,
+            Buffer(self._ledger, space.recipe, checked.train_tasks),
+            space.recipe,
+            {"model": str(space.model), "run_id": space.run_id, "store": space.store, "tasks": checked.task_file},
+        )
+        self._processes = Processes(space.path / "logs", self._event)
+        self._view: View = open_view(console)
+        self._memory = PeakMemory()
+        self._fleet: dict[str, Any] = {}
+        self._sampled: dict[str, list[tuple[float, int]]] = {}
+        self._note = ""
+        self._stop: asyncio.Event = asyncio.Event()
+        self._began = time.monotonic()
+        self._first_update = self._ledger.last_update()
+
+    async def go(self) -> Outcome:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop.set)
+        runner, url = await wire.listen(self._coordinator.app(wire.guard(self._space.token)), "127.0.0.1", 0)
+        (self._space.path / "coordinator").write_text(url)
+        try:
+            await self._start(url)
+            reason = await self._until_over()
+            if reason is None:
+                await self._processes.wait("trainer", FINISH_SECONDS)
+            if self._coordinator.halted:
+                raise FarflungError(
+                    self._coordinator.halted,
+                    where=str(self._space.path),
+                    mend=f"mend it, then: farflung train --resume {self._space.path}",
+                )
+            return Outcome(self._ledger.last_update(), time.monotonic() - self._began, self._memory.peak, reason)
+        finally:
+            await self._processes.stop(order=("trainer", "rollout"))
+            self._view.show(self._snapshot())
+            self._view.close()
+            await runner.cleanup()
+            self._ledger.close()
+
+    async def _start(self, url: str) -> None:
+        space, token = self._space, str(self._space.token_file)
+        port = _free_port()
+        router = f"http://127.0.0.1:{port}"
+        common = ("--token-file", token)
+        self._router = router
+        limits = self._recipe.router
+        await self._processes.start(
+            Program(
+                "router",
+                ("farflung.fleet.router", *common, "--port", str(port), "--turn-seconds", str(limits.turn_seconds),
+                 "--retry-seconds", str(limits.retry_seconds), "--heartbeat-seconds", str(limits.heartbeat_seconds)),
+            )
+        )  # fmt: skip
+        await self._processes.start(
+            Program("trainer", ("farflung.run.training", *common, "--run", url, "--dir", str(space.path)))
+        )
+        for pool in self._recipe.pools:
+            for number in range(pool.replicas):
+                await self._processes.start(self._sampler(pool, number, router))
+        await self._processes.start(
+            Program(
+                "rollout",
+                ("farflung.run.rollout", *common, "--run", url, "--router", router, "--worker", "rollout"),
+                on_death=lambda: self._event(
+                    "handed_out_again", f"{self._coordinator.worker_died('rollout')} episodes"
+                ),
+            )
+        )
+
+    def _sampler(self, pool: PoolConfig, number: int, router: str) -> Program:
+        space = self._space
+        name = f"{pool.name}-{number}"
+        return Program(
+            name,
+            ("farflung.fleet.serve", "--token-file", str(space.token_file), "--model", str(space.model), "--pool", pool.name,
+             "--replica", name, "--weights", pool.weights, "--kv", pool.kv, "--capacity", str(pool.capacity),
+             "--store", space.store, "--run-id", space.run_id, "--join", router, "--engine", pool.engine,
+             "--tokens-per-second", str(pool.tokens_per_second)),
+        )  # fmt: skip
+
+    async def _until_over(self) -> str | None:
+        """Look after the run; None when its updates are made, else why it stops."""
+        minutes = self._recipe.run.minutes
+        headers = wire.bearer(self._space.token)
+        looked = 0.0
+        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=2)) as http:
+            while True:
+                if self._processes.failed is not None:
+                    raise self._processes.failed
+                if self._coordinator.halted:
+                    return self._coordinator.halted
+                if self._ledger.last_update() >= self._recipe.run.updates:
+                    return None
+                if minutes is not None and time.monotonic() - self._began > 60 * minutes:
+                    self._coordinator.finish_early()
+                    return None
+                if self._stop.is_set():
+                    return "stopped by hand"
+                if time.monotonic() - looked > POOL_SECONDS:
+                    looked = time.monotonic()
+                    await self._look(http)
+                self._view.show(self._snapshot())
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), LOOK_SECONDS)
+
+    async def _look(self, http: aiohttp.ClientSession) -> None:
+        """Ask the router how the pools are, and the kernel how much memory is used."""
+        self._memory.look()
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            async with http.get(f"{self._router}/v1/status") as answer:
+                self._fleet = (await answer.json())["pools"]
+        if not self._fleet:
+            return
+        now = time.monotonic()
+        for name, status in self._fleet.items():
+            series = self._sampled.setdefault(name, [])
+            series.append((now, int(status.get("sampled_tokens", 0))))
+            del series[:-10]
+        self._ledger.add_pools(self._fleet)
+
+    def _snapshot(self) -> Snapshot:
+        status = self._coordinator.status()
+        history = tuple(self._ledger.updates())
+        return Snapshot(
+            name=self._recipe.run.name,
+            update=status["update"],
+            updates=self._recipe.run.updates,
+            episodes=status["episodes"],
+            history=history,
+            pools={pool.name: self._pool_view(pool.name, history) for pool in self._recipe.pools},
+            buffer=status["buffer"],
+            dropped=status["dropped"],
+            elapsed=time.monotonic() - self._began,
+            memory=self._memory.now,
+            recent_reward=status["reward"],
+            note=self._note,
+            formats={pool.name: f"{pool.weights}, kv {pool.kv}" for pool in self._recipe.pools},
+        )
+
+    def _pool_view(self, name: str, history: tuple[UpdateMetrics, ...]) -> PoolView:
+        status: Mapping[str, Any] = self._fleet.get(name, {})
+        series = self._sampled.get(name, [])
+        rate = 0.0
+        if len(series) > 1 and series[-1][0] > series[0][0]:
+            rate = max(0.0, (series[-1][1] - series[0][1]) / (series[-1][0] - series[0][0]))
+        samples = {
+            pool.name: sum(m.pools[pool.name].samples for m in history if pool.name in m.pools)
+            for pool in self._recipe.pools
+        }
+        replicas = status.get("replicas", [])
+        return PoolView(
+            capacity_share=capacity_shares(self._recipe)[name],
+            sample_share=samples[name] / max(1, sum(samples.values())),
+            tokens_per_s=rate,
+            replicas=len(replicas),
+            version=min((int(r.get("version", 0)) for r in replicas), default=0),
+        )
+
+    def _event(self, kind: str, detail: str) -> None:
+        self._note = f"{kind.replace('_', ' ')}: {detail}"
+        self._ledger.add_event(kind, detail)
+
+
+def capacity_shares(recipe: Recipe) -> dict[str, float]:
+    """Each pool's part of the fleet's capacity."""
+    total = sum(pool.capacity * pool.replicas for pool in recipe.pools)
+    return {pool.name: pool.capacity * pool.replicas / total for pool in recipe.pools}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,122 @@
+"""The coordinator over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from builders import episode, recipe
+
+from farflung.config import Recipe
+from farflung.core.metrics import TokenStats, UpdateMetrics
+from farflung.fleet import wire
+from farflung.run import coordinator as module
+from farflung.run.buffer import Buffer
+from farflung.run.coordinator import Coordinator, decode_batch
+from farflung.run.ledger import Ledger
+
+TOKEN = "a-long-random-word"
+
+
+class Served:
+    def __init__(self, folder: Path, settings: Recipe) -> None:
+        self.ledger = Ledger(folder)
+        self.coordinator = Coordinator(self.ledger, Buffer(self.ledger, settings, ["t"]), settings, {"model": "m"})
+        self.url = ""
+        self.http: aiohttp.ClientSession
+
+    async def post(self, path: str, body: Any = None, raw: bytes | None = None) -> tuple[int, bytes]:
+        async with self.http.post(self.url + path, json=body, data=raw) as answer:
+            return answer.status, await answer.read()
+
+    async def tickets(self, most: int) -> list[dict[str, Any]]:
+        async with self.http.post(self.url + "/v1/tickets", json={"worker": "w", "max": most}) as answer:
+            return list((await answer.json())["episodes"])
+
+    async def finish(self, ticket: dict[str, Any]) -> int:
+        made = episode(ticket["group"], ticket["index"], ticket["task"])
+        return (await self.post("/v1/episodes", raw=made.encode()))[0]
+
+
+@pytest.fixture
+async def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.2)
+    it = Served(tmp_path, recipe(groups=1, group_size=2, updates=2))
+    runner, it.url = await wire.listen(it.coordinator.app(wire.guard(TOKEN)), "127.0.0.1", 0)
+    async with aiohttp.ClientSession(headers=wire.bearer(TOKEN)) as it.http:
+        yield it
+    await runner.cleanup()
+    it.ledger.close()
+
+
+async def test_tickets_episodes_batches_updates(served: Served) -> None:
+    assert (await served.post("/v1/batches", {"update": 1}))[0] == 204
+    waiting = asyncio.create_task(served.post("/v1/batches", {"update": 1}))
+    for ticket in await served.tickets(2):
+        assert await served.finish(ticket) == 200
+        assert await served.finish(ticket) == 200  # told twice, counted once
+    status, raw = await waiting
+    assert status == 200
+    assert [[e.index for e in group] for group in decode_batch(raw)] == [[0, 1]]
+    assert (await served.post("/v1/batches", {"update": 1}))[1] == raw
+    report = {"metrics": UpdateMetrics(1, TokenStats()).to_dict(), "published": {"bytes": 5}}
+    assert await served.post("/v1/updates", report) == (200, b'{"recorded": true}')
+    assert await served.post("/v1/updates", report) == (200, b'{"recorded": false}')
+    assert served.coordinator.status()["update"] == 1
+    assert served.coordinator.status()["episodes"] == 2
+
+
+async def test_over_is_said_to_everybody(served: Served) -> None:
+    served.coordinator.finish_early()
+    assert (await served.post("/v1/tickets", {"worker": "w", "max": 1}))[0] == 410
+    assert (await served.post("/v1/batches", {"update": 1}))[0] == 410
+
+
+async def test_no_token_no_answer(served: Served) -> None:
+    async with aiohttp.ClientSession() as stranger:
+        for headers in ({}, wire.bearer("wrong")):
+            async with stranger.get(served.url + "/v1/recipe", headers=headers) as answer:
+                assert answer.status == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "word"),
+    [
+        ("/v1/tickets", {"max": 1}, "worker"),
+        ("/v1/drops", {"group": 0, "index": 0, "attempt": 0, "cause": "bad luck"}, "bad luck"),
+        ("/v1/updates", {}, "published"),
+        ("/v1/batches", {"update": 7}, "cannot come after"),
+    ],
+)
+async def test_bad_requests_are_named(served: Served, path: str, body: dict[str, Any], word: str) -> None:
+    status, text = await served.post(path, body)
+    assert status == 400
+    assert word in text.decode()
+
+
+async def test_a_broken_episode_is_refused_and_can_be_sent_again(served: Served) -> None:
+    ticket = (await served.tickets(1))[0]
+    raw = bytearray(episode(ticket["group"], ticket["index"], "t").encode())
+    raw[len(raw) // 2] ^= 0xFF
+    assert (await served.post("/v1/episodes", raw=bytes(raw[:-8])))[0] == 400
+    assert served.ledger.episode_count() == 0
+    assert await served.finish(ticket) == 200
+
+
+async def test_a_full_disk_stops_the_run_and_loses_nothing(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = await served.tickets(2)
+    assert await served.finish(first) == 200
+
+    def full(path: Path, raw: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("farflung.run.ledger._write_durably", full)
+    assert await served.finish(second) == 507
+    assert served.coordinator.halted == "the disk is full"
+    assert (await served.post("/v1/tickets", {"worker": "w", "max": 1}))[0] == 410
+    assert served.ledger.episode_count() == 1
