@@ -1,0 +1,227 @@
+"""The store port, and a folder as a store: immutable objects that appear whole or not at all, and swappable pointers."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+from farflung.core.errors import BadInput, Corrupt, InfraError
+
+MAX_POINTER = 4096
+_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class StoreError(InfraError):
+    """The store could not do its work (a full disk, no permission, no network); the same call may succeed later."""
+
+
+class Missing(BadInput):
+    """A key or a version that the store does not hold: never written, or pruned."""
+
+
+class Conflict(BadInput):
+    """Someone else wrote there first: an object with other bytes, or a pointer that has moved."""
+
+
+class Store(Protocol):
+    """Where versions lie. Keys are segments of ``[A-Za-z0-9._-]`` joined by "/"; a segment starts with no dot or dash.
+
+    Objects are immutable and durable when ``put`` returns. A pointer is a small value that moves by compare-and-swap;
+    its key is never used for an object. Every method raises StoreError when the machinery fails.
+    """
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create an object. The same bytes again are fine; raises Conflict when it exists with other bytes."""
+        ...
+
+    def get(self, key: str, max_bytes: int) -> bytes:
+        """Read an object whole. Raises Missing, and Corrupt when it is larger than ``max_bytes``."""
+        ...
+
+    def exists(self, key: str) -> bool: ...
+
+    def list(self, folder: str) -> list[str]:
+        """Every key below a folder (``"a/b"`` holds ``"a/b/c"`` but not ``"a/bc"``), sorted."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object; one that is not there is fine."""
+        ...
+
+    def read_pointer(self, key: str) -> bytes | None:
+        """The pointer's value, None before its first swap."""
+        ...
+
+    def swap_pointer(self, key: str, expected: bytes | None, value: bytes) -> None:
+        """Set the pointer if it still holds ``expected`` (None: if it does not exist). Raises Conflict otherwise."""
+        ...
+
+
+def open_store(url: str) -> Store:
+    """The store at ``url``: a path or ``file:///path``. Raises BadInput for other schemes."""
+    parts = urlsplit(url)
+    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
+        return FolderStore(unquote(parts.path))
+    if parts.scheme == "" and url:
+        return FolderStore(url)
+    raise BadInput(f"no store can be opened at {url!r}", mend="give a folder's path or a file:///absolute/path URL")
+
+
+def check_key(key: str) -> str:
+    """Returns the key. Raises BadInput for one that could leave the store or clash with its own files."""
+    if not all(_SEGMENT.fullmatch(segment) for segment in key.split("/")):
+        raise BadInput(f"{key!r} is not a store key", mend="use letters, digits, '_', '-', '.', joined by '/'")
+    return key
+
+
+class FolderStore:
+    """A folder on a local or shared file system with flock.
+
+    Bytes go to ``.tmp``, are synced, and take their name by a rename under ``.lock``, so a crash or a full disk at any
+    moment leaves an object whole or absent. Each temporary file is locked by its writer for as long as that lives; what
+    a crashed writer left is unlocked and is swept by the next write.
+    """
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+        if self.root.exists() and not self.root.is_dir():
+            raise BadInput("the store is not a folder", where=str(self.root))
+
+    def put(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        with self._explained(key, len(data)):
+            if self._same(path, key, data):
+                return
+            with self._staged(data) as staged, self._locked():
+                if not self._same(path, key, data):
+                    self._publish(staged, path)
+
+    def get(self, key: str, max_bytes: int) -> bytes:
+        path = self._path(key)
+        try:
+            with open(path, "rb") as file:
+                data = file.read(max_bytes + 1)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise Missing("there is no such object", where=str(path)) from None
+        except OSError as error:
+            raise StoreError(f"cannot read: {error.strerror}", where=str(path)) from error
+        if len(data) > max_bytes:
+            raise Corrupt(f"the object is larger than the {max_bytes} bytes it should have", where=str(path))
+        return data
+
+    def exists(self, key: str) -> bool:
+        return self._path(key).is_file()
+
+    def list(self, folder: str) -> list[str]:
+        top = self._path(folder)
+        found = (Path(base, name) for base, _, names in os.walk(top) for name in names)
+        return sorted(path.relative_to(self.root).as_posix() for path in found)
+
+    def delete(self, key: str) -> None:
+        with self._explained(key, 0), suppress(FileNotFoundError):
+            os.unlink(self._path(key))
+
+    def read_pointer(self, key: str) -> bytes | None:
+        try:
+            return self.get(key, MAX_POINTER)
+        except Missing:
+            return None
+
+    def swap_pointer(self, key: str, expected: bytes | None, value: bytes) -> None:
+        if len(value) > MAX_POINTER:
+            raise BadInput(f"a pointer of {len(value)} bytes; at most {MAX_POINTER} fit", where=key)
+        path = self._path(key)
+        with self._explained(key, len(value)), self._staged(value) as staged, self._locked():
+            if self.read_pointer(key) != expected:
+                raise Conflict("the pointer has moved", where=str(path), mend="another writer is at work on this run")
+            self._publish(staged, path)
+
+    def _path(self, key: str) -> Path:
+        return self.root / check_key(key)
+
+    def _same(self, path: Path, key: str, data: bytes) -> bool:
+        """Whether the object is there with these bytes. Raises Conflict when it has others."""
+        if not path.exists():
+            return False
+        if path.stat().st_size == len(data) and path.read_bytes() == data:
+            return True
+        raise Conflict("the object exists with other bytes", where=str(path), mend=f"objects never change: {key}")
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The store's writers one at a time; held for a few file operations, never while bytes are written."""
+        fd = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def _staged(self, data: bytes) -> Iterator[Path]:
+        """A durable temporary file with ``data``; it is gone afterwards unless it was published."""
+        folder = self.root / ".tmp"
+        _make_folder(folder)
+        path = folder / f"{os.getpid()}-{secrets.token_hex(8)}"
+        with self._locked():
+            _sweep(folder)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+            os.fsync(fd)
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+            os.close(fd)
+
+    def _publish(self, staged: Path, path: Path) -> None:
+        _make_folder(path.parent)
+        os.replace(staged, path)
+        _sync_folder(path.parent)
+
+    @contextmanager
+    def _explained(self, key: str, size: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            full = error.errno in _FULL
+            what = f"no space for {size} bytes" if full else "cannot write"
+            mend = "nothing of it is visible; free some space and publish again" if full else ""
+            raise StoreError(f"{what}: {error.strerror}", where=str(self.root / key), mend=mend) from error
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what crashed writers left: a live writer holds the lock of its file. Call it under the store's lock."""
+    for entry in list(os.scandir(folder)):
+        with suppress(FileNotFoundError, BlockingIOError, PermissionError), open(entry.path, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(entry.path)
+
+
+def _make_folder(folder: Path) -> None:
+    """Create a folder and its parents, durably."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
