@@ -74,4 +74,4 @@ def from_bits(bits: Bits) -> torch.Tensor:
 def digest(bits: Bits) -> str:
     """xxh3-128 of the little-endian bits, 32 hex digits."""
     raw = np.ascontiguousarray(bits, np.dtype("<u2")).reshape(-1).view(np.uint8)
-    return str(xxhash.xxh3_128_hexdigest(memoryview(raw)))
+    return str(xxhash.xxh3_128_hexdigest(raw.data))

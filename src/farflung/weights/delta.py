@@ -153,7 +153,8 @@ def _zigzag(steps: Bits) -> Bits:
 
 
 def _unzigzag(codes: Bits) -> Bits:
-    return (codes >> 1) ^ (0 - (codes & 1)).astype(np.uint16)
+    steps: Bits = (codes >> 1) ^ np.negative(codes & 1)
+    return steps
 
 
 def _width(largest: int) -> int:
