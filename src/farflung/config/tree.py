@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-WeightFormat = Literal["bf16", "fp8", "mxfp4", "nvfp4"]
-KvFormat = Literal["bf16", "fp8"]
+from farflung.core.sampling import KvFormat, WeightFormat
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]

@@ -12,6 +12,8 @@ from farflung.core.errors import BadInput, Corrupt
 from farflung.core.supports import Float32, Int32, Supports
 
 Finish = Literal["stop", "length"]
+WeightFormat = Literal["bf16", "fp8", "mxfp4", "nvfp4"]
+KvFormat = Literal["bf16", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
