@@ -1,0 +1,14 @@
+"""Which tensors of a model take the pool's weight format."""
+
+from __future__ import annotations
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def is_quantised(name: str) -> bool:
+    """True for the weights (not biases) of attention's and the MLP's linear projections, by their Hugging Face name.
+
+    Embeddings, LM head and norms stay BF16, as engines leave them: they are few, and the LM head decides the logits.
+    """
+    parts = name.split(".")
+    return len(parts) >= 3 and parts[-1] == "weight" and parts[-2] in PROJECTIONS
