@@ -1,0 +1,120 @@
+"""Keeps an engine at the newest version of the store, while it serves; what does not verify is never loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from farflung.core.errors import BadInput
+from farflung.core.process import patience
+from farflung.engines.base import Engine
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+NO_VERSION = -1
+
+
+class WeightsSource(Protocol):
+    """What a replica needs of the weight store; both calls may block and raise, and are made one at a time."""
+
+    def newest(self) -> int | None:
+        """The version that the pointer names, None before the first."""
+        ...
+
+    def fetch(self, version: int) -> Mapping[str, Tensor]:
+        """That version's tensors (BF16), verified. Raises BadInput (Corrupt, Missing) or InfraError."""
+        ...
+
+
+class Reconciler:
+    """Polls the pointer, fetches beside the serving engine, loads, and goes on. Every failure is counted and retried.
+
+    A version that does not verify is retried with growing pauses, a newer one at once. ``ready`` is set by the first
+    successful look: the engine then has the version that the pointer named, or the store had none.
+    """
+
+    def __init__(
+        self, engine: Engine, source: WeightsSource, *, poll_seconds: float = 0.5, backoff_limit: float = 30.0
+    ) -> None:
+        self._engine = engine
+        self._source = source
+        self._poll = poll_seconds
+        self._limit = backoff_limit
+        self._lock = asyncio.Lock()
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Event()
+        self.ready = asyncio.Event()
+        self.newest = NO_VERSION
+        self.loads = 0
+        self.failures = 0
+        self.rejected: dict[int, int] = {}
+        self.last_error = ""
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        loop = asyncio.get_running_loop()
+        pauses, failed, retry_at = patience(self._poll, self._limit), NO_VERSION, 0.0
+        while True:
+            self._wake.clear()
+            try:
+                newest = await self.look()
+                if newest > self._engine.version and (newest != failed or loop.time() >= retry_at):
+                    if newest != failed:
+                        pauses, failed = patience(self._poll, self._limit), newest
+                    retry_at = loop.time() + next(pauses)
+                    await self._advance(newest)
+                if newest <= self._engine.version:
+                    self.last_error = ""
+                    self.ready.set()
+            except Exception as error:
+                self.failures += 1
+                self.last_error = f"{type(error).__name__}: {error}"
+                log.warning("version %d serves on: %s", self._engine.version, error)
+            self._pulse()
+            try:
+                await asyncio.wait_for(self._wake.wait(), self._poll * random.uniform(0.8, 1.2))
+            except TimeoutError:
+                continue
+
+    async def look(self) -> int:
+        """A fresh look at the pointer; it waits for a fetch that goes on."""
+        async with self._lock:
+            newest = await asyncio.to_thread(self._source.newest)
+        self.newest = NO_VERSION if newest is None else newest
+        return self.newest
+
+    async def reach(self, version: int) -> None:
+        """Wait until the engine serves ``version`` or newer."""
+        self._wake.set()
+        while self._engine.version < version:
+            await self._changed.wait()
+
+    def counters(self) -> dict[str, Any]:
+        return {
+            "newest": self.newest,
+            "loads": self.loads,
+            "failures": self.failures,
+            "rejected": {str(version): count for version, count in self.rejected.items()},
+            "last_error": self.last_error,
+        }
+
+    async def _advance(self, version: int) -> None:
+        try:
+            async with self._lock:
+                weights = await asyncio.to_thread(self._source.fetch, version)
+        except BadInput:
+            self.rejected[version] = self.rejected.get(version, 0) + 1
+            raise
+        await self._engine.load(version, weights)
+        self.loads += 1
+        log.info("serving version %d", version)
+
+    def _pulse(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

@@ -1,0 +1,190 @@
+"""The fleet on loopback: what a turn survives, and how sessions are shared out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from tests.fleet.kit import TOKEN, Weights, engine, fleet, request, until
+
+from farflung.config import RouterConfig
+from farflung.core.errors import BadInput, InfraError
+from farflung.core.sampling import Completion
+from farflung.fleet.client import FleetClient
+
+
+async def test_a_turn_goes_through_router_and_replica() -> None:
+    async with fleet() as f, FleetClient(f.url, TOKEN) as client:
+        await f.add(engine("a", "a-0", version=3))
+        completion = await client.generate(request(max_tokens=5))
+        assert completion.source.replica == "a-0"
+        assert completion.versions.tolist() == [3] * 5
+        assert completion.supports is not None
+        assert completion.supports.sizes.tolist() == [8] * 5
+        pool = (await f.status())["pools"]["a"]
+        assert (pool["turns"], pool["sampled_tokens"], pool["prompt_tokens"], pool["sessions"]) == (1, 5, 3, 1)
+
+
+async def test_pools_get_sessions_by_capacity() -> None:
+    async with fleet() as f, FleetClient(f.url, TOKEN) as client:
+        for pool, capacity in (("a", 4), ("b", 8), ("c", 16)):
+            await f.add(engine(pool, f"{pool}-0", rate=1e6), capacity=capacity)
+        pools = Counter(
+            c.source.pool for c in await asyncio.gather(*(client.generate(request(f"s{i}")) for i in range(70)))
+        )
+        for pool, share in (("a", 1 / 7), ("b", 2 / 7), ("c", 4 / 7)):
+            assert pools[pool] / 70 == pytest.approx(share, abs=0.05)
+        status = (await f.status())["pools"]
+        assert status["c"]["capacity_share"] == pytest.approx(4 / 7)
+        assert status["c"]["session_share"] == pytest.approx(4 / 7, abs=0.02)
+
+
+async def test_a_session_stays_with_its_replica_and_reuses_its_cache() -> None:
+    async with fleet() as f, FleetClient(f.url, TOKEN) as client:
+        for n in range(4):
+            await f.add(engine("a", f"a-{n}", rate=1e6))
+        homes: dict[str, set[str]] = {}
+        for turn in range(3):
+            for s in range(8):
+                completion = await client.generate(request(f"s{s}", length=3 + 4 * turn))
+                homes.setdefault(f"s{s}", set()).add(completion.source.replica)
+                assert completion.cached == (3 + 4 * turn if turn else 0)
+        assert all(len(replicas) == 1 for replicas in homes.values())
+        assert Counter(r for replicas in homes.values() for r in replicas) == {f"a-{n}": 2 for n in range(4)}
+
+
+async def test_a_replica_killed_in_mid_turn_loses_no_turn() -> None:
+    async with fleet() as f, FleetClient(f.url, TOKEN) as client:
+        slow = await f.add(engine("a", "a-0", rate=10.0))
+        turn = asyncio.create_task(client.generate(request("s", max_tokens=40)))
+        await until(lambda: slow.engine.stats().active == 1)
+        await f.add(engine("a", "a-1"))
+        await f.kill("a-0")
+        completion = await turn
+        assert completion.source.replica == "a-1"
+        assert len(completion.ids) == 40
+        status = (await f.status())["pools"]["a"]
+        assert status["retries"] == {"connection": 1}
+        assert status["moved"] == 1
+        await until(lambda: "a-0" not in f.server.state.members)
+        assert client.retries == {}
+
+
+async def test_a_slow_replica_is_passed_over_and_its_turn_cancelled() -> None:
+    async with fleet(RouterConfig(turn_seconds=0.3, retry_seconds=5, heartbeat_seconds=0.1)) as f:
+        slow = await f.add(engine("a", "a-0", rate=0.1))
+        async with FleetClient(f.url, TOKEN) as client:
+            turn = asyncio.create_task(client.generate(request("s")))
+            await until(lambda: slow.engine.stats().active == 1)
+            await f.add(engine("b", "b-0"))
+            assert (await turn).source.replica == "b-0"
+            await until(lambda: slow.engine.stats().active == 0)
+            assert (await f.status())["pools"]["a"]["retries"] == {"slow": 1}
+
+
+async def test_a_silent_replica_loses_its_turns_to_others() -> None:
+    async with fleet() as f, FleetClient(f.url, TOKEN) as client:
+        slow = await f.add(engine("a", "a-0", rate=0.1))
+        turn = asyncio.create_task(client.generate(request("s")))
+        await until(lambda: slow.engine.stats().active == 1)
+        await f.add(engine("a", "a-1"))
+        assert slow._beating is not None
+        slow._beating.cancel()
+        assert (await turn).source.replica == "a-1"
+        assert (await f.status())["pools"]["a"]["retries"] == {"silent": 1}
+
+
+async def test_draining_finishes_turns_in_flight_and_moves_the_sessions() -> None:
+    async with fleet() as f, FleetClient(f.url, TOKEN) as client:
+        first = await f.add(engine("a", "a-0", rate=20.0))
+        turn = asyncio.create_task(client.generate(request("s", max_tokens=10)))
+        await until(lambda: first.engine.stats().active == 1)
+        await f.add(engine("a", "a-1"))
+        assert await first.drain(5.0)
+        assert (await turn).source.replica == "a-0"
+        assert list(f.server.state.members) == ["a-1"]
+        assert (await client.generate(request("s", length=9))).source.replica == "a-1"
+
+
+async def test_the_router_can_die() -> None:
+    async with fleet() as f, FleetClient(f.url, TOKEN) as client:
+        for n in range(3):
+            await f.add(engine("abc"[n], f"{'abc'[n]}-0"))
+        homes = {s: (await client.generate(request(s))).source.replica for s in ("s0", "s1", "s2", "s3")}
+        assert len(set(homes.values())) == 3
+        turn = asyncio.create_task(client.generate(request("s4", max_tokens=2000)))
+        await until(lambda: any(r.engine.stats().active for r in f.replicas.values()))
+        await f.restart_router()
+        await turn
+        assert client.retries["connection"] >= 1
+        await until(lambda: len(f.server.state.members) == 3)
+        again = {s: (await client.generate(request(s, length=9))).source.replica for s in homes}
+        assert again == homes
+
+
+async def test_a_client_that_goes_away_cancels_its_turn() -> None:
+    async with fleet() as f, FleetClient(f.url, TOKEN) as client:
+        replica = await f.add(engine("a", "a-0", rate=0.1))
+        turn = asyncio.create_task(client.generate(request("s")))
+        await until(lambda: replica.engine.stats().active == 1)
+        turn.cancel()
+        await until(lambda: replica.engine.stats().active == 0)
+        assert replica.report()["counters"]["cancelled"] == 1
+
+
+async def test_no_replica_is_an_infrastructure_failure_in_time() -> None:
+    config = RouterConfig(turn_seconds=1, retry_seconds=0.2, heartbeat_seconds=0.1)
+    async with fleet(config) as f, FleetClient(f.url, TOKEN, deadline_seconds=0.5) as client:
+        with pytest.raises(InfraError, match="no replica"):
+            await client.generate(request())
+        assert f.server.failed["no_replica"] >= 1
+
+
+async def test_a_version_that_does_not_exist_is_bad_input_and_one_to_come_is_waited_for() -> None:
+    async with fleet() as f, FleetClient(f.url, TOKEN) as client:
+        weights = Weights(0)
+        await f.add(engine("a", "a-0"), weights=weights)
+        with pytest.raises(BadInput, match="unknown_version"):
+            await client.generate(request(min_version=1))
+        weights.pointer = 1
+        completion = await client.generate(request(min_version=1))
+        assert completion.versions.tolist() == [1] * 4
+
+
+async def test_a_replica_that_is_behind_is_tried_last() -> None:
+    async with fleet() as f, FleetClient(f.url, TOKEN) as client:
+        behind, ahead = Weights(0), Weights(2)
+        await f.add(engine("a", "a-0"), weights=behind)
+        await f.add(engine("b", "b-0"), weights=ahead)
+        await until(lambda: f.server.state.members["b-0"].report.version == 2)
+        served = {(await client.generate(request(f"s{i}", min_version=2))).source.replica for i in range(6)}
+        assert served == {"b-0"}
+
+
+async def test_a_replica_joins_late_and_gets_its_share() -> None:
+    async with fleet() as f, FleetClient(f.url, TOKEN) as client:
+        await f.add(engine("a", "a-0", rate=1e6))
+        for i in range(10):
+            await client.generate(request(f"early{i}"))
+        await f.add(engine("b", "b-0", rate=1e6))
+        served = Counter([(await client.generate(request(f"late{i}"))).source.pool for i in range(10)])
+        assert served == {"a": 5, "b": 5}
+
+
+async def test_a_broken_reply_is_asked_for_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet() as f, FleetClient(f.url, TOKEN) as client:
+        bad = await f.add(engine("a", "a-0"))
+        await f.add(engine("b", "b-0"))
+        whole = bad.engine.generate
+
+        async def wrong(turn: object) -> Completion:
+            completion = await whole(turn)  # type: ignore[arg-type]
+            completion.logprobs[:] = -9.0
+            return completion
+
+        monkeypatch.setattr(bad.engine, "generate", wrong)
+        served = [(await client.generate(request(f"s{i}"))).source.replica for i in range(2)]
+        assert served == ["b-0", "b-0"]
+        assert client.retries == {"corrupt": 1}
+        assert (await f.status())["pools"]["a"]["retries"] == {"corrupt": 1}
