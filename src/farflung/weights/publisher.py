@@ -67,13 +67,15 @@ class Publisher:
         self._baseline: Held | None = None
 
     @staticmethod
-    def resume(store: Store, run_id: str, *, anchor_every: int = 50) -> Publisher:
-        """A publisher whose baseline is the store's newest version, whatever the trainer remembers; None if it has none."""
+    def resume(store: Store, run_id: str, *, anchor_every: int = 50) -> Publisher | None:
+        """Goes on from the store's newest version, whatever the trainer remembers; None if nothing is published yet."""
         publisher = Publisher(store, run_id, anchor_every=anchor_every)
         subscriber = Subscriber(store, run_id)
-        if (newest := subscriber.newest()) is not None:
-            subscriber.fetch(newest)
-            publisher._baseline = subscriber.held
+        newest = subscriber.newest()
+        if newest is None:
+            return None
+        subscriber.fetch(newest)
+        publisher._baseline = subscriber.held
         return publisher
 
     @property
