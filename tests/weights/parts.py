@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,8 @@ def published(store: Store, versions: int, **options: Any) -> list[dict[str, tor
 
 
 def copy(policy: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.items()}
+    """Its own memory, tied where the policy is."""
+    return deepcopy(policy)
 
 
 def overwrite(store: Store, key: str, data: bytes) -> None:

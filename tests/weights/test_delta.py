@@ -29,7 +29,9 @@ def test_decode_gives_back_every_bit(data: st.DataObject) -> None:
     base, after = {}, {}
     for i in range(data.draw(st.integers(0, 4))):
         name = f"t{i}"
-        after[name] = data.draw(hnp.arrays(np.uint16, hnp.array_shapes(min_dims=0, min_side=0, max_side=9), elements=u16))
+        after[name] = data.draw(
+            hnp.arrays(np.uint16, hnp.array_shapes(min_dims=0, min_side=0, max_side=9), elements=u16)
+        )
         kind = data.draw(st.sampled_from(["new", "same", "few", "all"]))
         old = after[name].copy()
         if kind == "few" and old.size:
@@ -166,7 +168,8 @@ def test_a_decompression_bomb_is_refused_by_the_size_it_claims() -> None:
 
 
 @pytest.mark.parametrize(
-    "gaps", [[3, 596], [600, 0], [0xFFFFFFFF, 3], [1 << 63, 1 << 63], [(1 << 64) - 1, 5], [(1 << 63) - 1, (1 << 63) - 1]]
+    "gaps",
+    [[3, 596], [600, 0], [0xFFFFFFFF, 3], [1 << 63, 1 << 63], [(1 << 64) - 1, 5], [(1 << 63) - 1, (1 << 63) - 1]],
 )
 def test_indices_out_of_range_are_refused(gaps: list[int]) -> None:
     header, planes, base = sound()

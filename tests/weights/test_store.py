@@ -74,7 +74,9 @@ def test_a_deleted_object_is_gone_and_deleting_again_is_fine(store: Store) -> No
     assert store.get("run/a", 1) == b"2"
 
 
-@pytest.mark.parametrize("key", ["", "/etc/passwd", "../a", "a/../b", "a//b", "a/.b", ".lock", "a b", "a/", "-a", "a\n", "ü"])
+@pytest.mark.parametrize(
+    "key", ["", "/etc/passwd", "../a", "a/../b", "a//b", "a/.b", ".lock", "a b", "a/", "-a", "a\n", "ü"]
+)
 def test_a_key_cannot_leave_the_store(store: Store, key: str) -> None:
     for call in (
         lambda: store.put(key, b""),

@@ -142,12 +142,17 @@ def read_manifest(store: Store, run: str, ref: Ref) -> Manifest:
     return manifest
 
 
-def read_head(store: Store, run: str) -> tuple[Ref, Manifest] | None:
-    """The newest version, None before the first. Raises Corrupt for a pointer that names no readable manifest."""
+def read_head(store: Store, run: str, known: tuple[Ref, Manifest] | None = None) -> tuple[Ref, Manifest] | None:
+    """The newest version, None before the first; ``known`` is not read again while the pointer names it.
+
+    Raises Corrupt for a pointer that names no readable manifest.
+    """
     raw = store.read_pointer(pointer_key(run))
     if raw is None:
         return None
     ref = decode_pointer(raw, f"pointer {pointer_key(run)}")
+    if known is not None and known[0] == ref:
+        return known
     try:
         return ref, read_manifest(store, run, ref)
     except Missing:

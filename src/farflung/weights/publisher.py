@@ -67,15 +67,14 @@ class Publisher:
         self._baseline: Held | None = None
 
     @staticmethod
-    def resume(store: Store, run_id: str, *, anchor_every: int = 50) -> Publisher | None:
-        """Goes on from the store's newest version, whatever the trainer remembers; None if nothing is published yet."""
+    def resume(store: Store, run_id: str, *, anchor_every: int = 50) -> Publisher:
+        """Goes on from the store's newest version, whatever the trainer remembers (``version`` is None if it has none)."""
         publisher = Publisher(store, run_id, anchor_every=anchor_every)
         subscriber = Subscriber(store, run_id)
         newest = subscriber.newest()
-        if newest is None:
-            return None
-        subscriber.fetch(newest)
-        publisher._baseline = subscriber.held
+        if newest is not None:
+            subscriber.fetch(newest)
+            publisher._baseline = subscriber.held
         return publisher
 
     @property

@@ -55,7 +55,7 @@ class Subscriber:
 
     def newest(self) -> int | None:
         """The newest published version, None before the first. Raises Corrupt for a bad or rewound pointer."""
-        head = read_head(self._store, self._run)
+        head = read_head(self._store, self._run, known=self._head)
         if self._head is not None and (head is None or head[0].version < self._head[0].version):
             now = "nothing" if head is None else f"version {head[0].version}"
             where = f"pointer {pointer_key(self._run)}"
@@ -89,17 +89,18 @@ class Subscriber:
         ref, manifest = self._head
         while ref.version > version:
             ref = [parent for parent in manifest.parents if parent.version >= version][-1]
-            manifest = self._manifest(ref)
+            manifest = self._manifest(ref, wanted=version)
         return ref, manifest
 
-    def _manifest(self, ref: Ref) -> Manifest:
+    def _manifest(self, ref: Ref, wanted: int) -> Manifest:
         try:
             return read_manifest(self._store, self._run, ref)
         except Missing:
-            raise Missing(f"version {ref.version} was pruned", where=f"run {self._run}") from None
+            raise Missing(f"version {wanted} was pruned", where=f"run {self._run}") from None
 
     def _plan(self, ref: Ref, manifest: Manifest) -> tuple[Held | None, list[tuple[Ref, Manifest]]]:
         """The fewest bytes to a version: (what is held, deltas in order) or (None, an anchor and the deltas after it)."""
+        wanted = ref.version
         best: list[tuple[Ref, Manifest]] = []
         best_bytes: int | None = None
         after: list[tuple[Ref, Manifest]] = []
@@ -116,7 +117,7 @@ class Subscriber:
             after = [(ref, manifest), *after]
             after_bytes += _bytes(manifest.delta)
             try:
-                manifest = self._manifest(ref := manifest.parents[0])
+                manifest = self._manifest(ref := manifest.parents[0], wanted)
             except Missing:
                 if not best:
                     raise
