@@ -7,6 +7,7 @@ Tables are documented in docs/ledger.md. Nothing is ever updated except a group'
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import sqlite3
@@ -259,6 +260,17 @@ class Ledger:
     def add_pools(self, status: Mapping[str, Mapping[str, Any]]) -> None:
         now = time.time()
         self._db.executemany("INSERT INTO pools VALUES (?,?,?)", [(now, p, json.dumps(s)) for p, s in status.items()])
+
+    def pool_rates(self) -> dict[str, float]:
+        """Sampled tokens per second of each pool, from its first to its last report; restarts of the router start anew."""
+        series: dict[str, list[tuple[float, int]]] = {}
+        for at, pool, status in self._db.execute("SELECT at, pool, status FROM pools ORDER BY at"):
+            series.setdefault(pool, []).append((at, int(json.loads(status).get("sampled_tokens", 0))))
+        rates = {}
+        for pool, points in series.items():
+            grown = sum(max(0, b[1] - a[1]) for a, b in itertools.pairwise(points))
+            rates[pool] = grown / max(1e-9, points[-1][0] - points[0][0])
+        return rates
 
     def add_evaluation(self, name: str, result: Mapping[str, Any]) -> None:
         self._db.execute("INSERT OR REPLACE INTO evaluations VALUES (?,?,?)", (name, time.time(), json.dumps(result)))

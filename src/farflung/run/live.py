@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -145,7 +145,7 @@ def render(snapshot: Snapshot) -> Panel:
     )  # fmt: skip
     dropped = ", ".join(f"{cause} {count}" for cause, count in snapshot.dropped.items()) or "none"
     facts.add_row("dropped", "", f"{dropped}; memory {snapshot.memory / 2**30:.1f} GiB")
-    parts = [head, bar, facts, _pools(snapshot, last)]
+    parts: list[RenderableType] = [head, bar, facts, _pools(snapshot, last)]
     if snapshot.note:
         parts.append(Text(snapshot.note, style="dim"))
     return Panel(Group(*parts), title=f"farflung · {snapshot.name}", border_style="cyan")

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -151,6 +152,13 @@ class Processes:
         with contextlib.suppress(OSError):
             return (self._logs / f"{name}.log").read_bytes()[-LOG_TAIL:].decode(errors="replace").strip()
         return ""
+
+
+def free_port() -> int:
+    """A port on the loopback address that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class PeakMemory:

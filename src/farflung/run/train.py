@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -18,14 +16,13 @@ from rich.console import Console
 from farflung.config import PoolConfig, Recipe
 from farflung.core.errors import FarflungError
 from farflung.core.metrics import UpdateMetrics
-from farflung.core.process import die_with_parent
 from farflung.fleet import wire
 from farflung.run.buffer import Buffer
 from farflung.run.coordinator import Coordinator
 from farflung.run.ledger import Ledger
 from farflung.run.live import PoolView, Snapshot, View, open_view
 from farflung.run.preflight import Checked, preflight
-from farflung.run.processes import PeakMemory, Processes, Program
+from farflung.run.processes import PeakMemory, Processes, Program, free_port
 from farflung.run.workspace import Workspace
 
 LOOK_SECONDS = 0.5
@@ -43,7 +40,7 @@ class Outcome:
     stopped: str | None = None
 
 
-def train(space: Workspace, *, console: Console | None = None) -> Outcome:
+def train(space: Workspace, *, console: Console | None = None, memory: PeakMemory | None = None) -> Outcome:
     """Start or go on with the run in ``space`` until its updates are made, its time is up, or somebody stops it.
 
     Raises FarflungError for what cannot go on (bad input, a process that dies again and again, a full disk).
@@ -51,11 +48,11 @@ def train(space: Workspace, *, console: Console | None = None) -> Outcome:
     console = console or Console()
     checked = preflight(space)
     with space.locked():
-        return asyncio.run(_Run(space, checked, console).go())
+        return asyncio.run(_Run(space, checked, console, memory or PeakMemory()).go())
 
 
 class _Run:
-    def __init__(self, space: Workspace, checked: Checked, console: Console) -> None:
+    def __init__(self, space: Workspace, checked: Checked, console: Console, memory: PeakMemory) -> None:
         self._space = space
         self._recipe = space.recipe
         self._ledger = Ledger(space.path)
@@ -67,13 +64,13 @@ class _Run:
         )
         self._processes = Processes(space.path / "logs", self._event)
         self._view: View = open_view(console)
-        self._memory = PeakMemory()
+        self._memory = memory
         self._fleet: dict[str, Any] = {}
         self._sampled: dict[str, list[tuple[float, int]]] = {}
         self._note = ""
-        self._stop: asyncio.Event = asyncio.Event()
+        self._router = ""
+        self._stop = asyncio.Event()
         self._began = time.monotonic()
-        self._first_update = self._ledger.last_update()
 
     async def go(self) -> Outcome:
         loop = asyncio.get_running_loop()
@@ -102,7 +99,7 @@ class _Run:
 
     async def _start(self, url: str) -> None:
         space, token = self._space, str(self._space.token_file)
-        port = _free_port()
+        port = free_port()
         router = f"http://127.0.0.1:{port}"
         common = ("--token-file", token)
         self._router = router
@@ -228,9 +225,3 @@ def capacity_shares(recipe: Recipe) -> dict[str, float]:
     """Each pool's part of the fleet's capacity."""
     total = sum(pool.capacity * pool.replicas for pool in recipe.pools)
     return {pool.name: pool.capacity * pool.replicas / total for pool in recipe.pools}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

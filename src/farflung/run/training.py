@@ -51,15 +51,14 @@ def train(client: RunClient, recipe: Recipe, model: Path, run_id: str, run_dir: 
     trainer, last = _start(recipe, model, run_dir)
     store = open_store(str(run_dir / "store"))
     publisher = Publisher.resume(store, run_id)
-    if publisher is None:
+    if (published := publisher.version) is None:
         if trainer.version > 0:
             raise Corrupt(
                 f"the store is empty, the checkpoint is at version {trainer.version}", where=str(run_dir / "store")
             )
-        publisher = Publisher(store, run_id)
         base = publisher.publish_base(trainer.weights())
         client.post("/v1/updates", {"metrics": None, "published": asdict(base)})
-    if last is not None:
+    if last is not None and trainer.version >= (published or 0):  # else an older checkpoint makes its update again
         _publish(client, trainer, publisher, last)
     print(f"trainer ready at version {trainer.version}", flush=True)
     try:

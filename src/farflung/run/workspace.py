@@ -59,7 +59,7 @@ class Workspace:
         model = resolve_model(recipe.model.path)
         path.mkdir(parents=True, exist_ok=True)
         token = path / "token"
-        with contextlib.suppress(FileExistsError):
+        if not token.exists():
             with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(secrets.token_urlsafe(24))
         facts = {"recipe": dump_recipe(recipe), "model": str(model), "run_id": secrets.token_hex(8)}
