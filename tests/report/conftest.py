@@ -111,7 +111,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "recipe.json").write_text(json.dumps({"recipe": dump_recipe(recipe), "model": str(model), "run_id": "x"}))
     ledger = Ledger(folder)
     ledger.add_base_version({"bytes": 2_010_000, "changed": 1_000_000, "total": 1_000_000})
-    solved = [(LOOK, SEEN), (EDIT, ""), ("submit", "")]
+    solved = [(LOOK, SEEN), (EDIT, "(no output)"), ("submit", "")]
     failed = [(LOOK, SEEN), ("submit", "")]
     for group in range(UPDATES):
         ledger.open_group(group, f"heldout/numbers-{group:03d}")
