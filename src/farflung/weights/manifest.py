@@ -176,6 +176,8 @@ def _parse(data: dict[str, Any]) -> Manifest:
     fields = {"format", "run", "version", "parents", "tensors", "tied", "delta", "anchor"}
     _need(set(data) == fields, f"its fields are {sorted(data)}")
     version = _count(data["version"])
+    for field in ("tensors", "tied"):
+        _need(isinstance(data[field], dict), f"{field} is not an object")
     tensors = {name: _tensor(name, item, version) for name, item in data["tensors"].items()}
     tied = dict(data["tied"])
     for name, owner in tied.items():
