@@ -6,12 +6,12 @@ import asyncio
 from collections import Counter
 
 import pytest
-from tests.fleet.kit import TOKEN, Weights, engine, fleet, request, until
 
 from farflung.config import RouterConfig
-from farflung.core.errors import BadInput, InfraError
+from farflung.core.errors import BadInput, Corrupt, InfraError
 from farflung.core.sampling import Completion
 from farflung.fleet.client import FleetClient
+from tests.fleet.kit import TOKEN, Weights, engine, fleet, request, until
 
 
 async def test_a_turn_goes_through_router_and_replica() -> None:
@@ -188,3 +188,51 @@ async def test_a_broken_reply_is_asked_for_elsewhere(monkeypatch: pytest.MonkeyP
         assert served == ["b-0", "b-0"]
         assert client.retries == {"corrupt": 1}
         assert (await f.status())["pools"]["a"]["retries"] == {"corrupt": 1}
+
+
+@pytest.mark.parametrize("cause", ["corrupt", "down"])
+async def test_a_replica_serves_on_when_its_store_fails_and_says_so(cause: str) -> None:
+    async with fleet() as f, FleetClient(f.url, TOKEN) as client:
+        weights = Weights(1)
+        replica = await f.add(engine("a", "a-0"), weights=weights)
+        assert (await client.generate(request(min_version=1))).versions.tolist() == [1] * 4
+        if cause == "corrupt":
+            weights.bad[2] = Corrupt("tensor x does not have the published hash", where="object o")
+        weights.pointer, weights.down = 2, cause == "down"
+        await until(lambda: replica.report()["counters"]["weights"]["failures"] >= 2)
+        assert (await client.generate(request())).versions.tolist() == [1] * 4
+        counters = replica.report()["counters"]["weights"]
+        if cause == "corrupt":
+            assert counters["rejected"]["2"] >= 2
+            assert "published hash" in counters["last_error"]
+        else:
+            assert "store is down" in counters["last_error"]
+            assert counters["rejected"] == {}
+        weights.bad.clear()
+        weights.down = False
+        assert (await client.generate(request(min_version=2))).versions.tolist() == [2] * 4
+        assert replica.report()["counters"]["weights"]["last_error"] == ""
+
+
+async def test_a_rejected_version_does_not_hold_up_the_next_one() -> None:
+    async with fleet() as f, FleetClient(f.url, TOKEN) as client:
+        weights = Weights(0)
+        replica = await f.add(engine("a", "a-0"), weights=weights)
+        weights.bad[1] = Corrupt("broken")
+        weights.pointer = 1
+        await until(lambda: replica.report()["counters"]["weights"]["rejected"])
+        weights.pointer = 2
+        assert (await client.generate(request(min_version=1))).versions.tolist() == [2] * 4
+
+
+async def test_a_replica_that_has_not_caught_up_takes_no_turn() -> None:
+    async with fleet() as f, FleetClient(f.url, TOKEN) as client:
+        weights = Weights(5)
+        weights.down = True
+        replica = await f.add(engine("a", "a-0"), weights=weights)
+        turn = asyncio.create_task(client.generate(request()))
+        await until(lambda: replica.report()["counters"]["weights"]["failures"] >= 2)
+        assert replica.loading
+        assert not turn.done()
+        weights.down = False
+        assert (await turn).versions.tolist() == [5] * 4

@@ -30,6 +30,7 @@ class Membership:
         self._report = report
         self._interval = interval
         self._wake = asyncio.Event()
+        self._why = ""
         self.joined = False
 
     async def run(self) -> None:
@@ -72,10 +73,9 @@ class Membership:
             self._note(False, repr(error))
 
     def _note(self, joined: bool, why: str) -> None:
+        """Log what changed, once."""
         if joined and not self.joined:
             log.info("joined the router at %s", self._router)
-        elif self.joined and not joined:
-            log.warning("lost the router at %s: %s", self._router, why)
-        elif not joined:
-            log.debug("cannot join the router at %s: %s", self._router, why)
-        self.joined = joined
+        elif why and why != self._why:
+            log.warning("out of the router at %s: %s", self._router, why)
+        self.joined, self._why = joined, why

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from farflung.core.errors import BadInput
@@ -35,17 +35,24 @@ class WeightsSource(Protocol):
 class Reconciler:
     """Polls the pointer, fetches beside the serving engine, loads, and goes on. Every failure is counted and retried.
 
-    A version that does not verify is retried with growing pauses, a newer one at once. ``ready`` is set by the first
-    successful look: the engine then has the version that the pointer named, or the store had none.
+    A version that does not verify is retried with growing pauses, a newer one at once. ``ready`` is set once the engine
+    has the version that the pointer names, from the store's bytes, or the store has none. ``on_change`` hears of both.
     """
 
     def __init__(
-        self, engine: Engine, source: WeightsSource, *, poll_seconds: float = 0.5, backoff_limit: float = 30.0
+        self,
+        engine: Engine,
+        source: WeightsSource,
+        *,
+        poll_seconds: float = 0.5,
+        backoff_limit: float = 30.0,
     ) -> None:
         self._engine = engine
         self._source = source
         self._poll = poll_seconds
         self._limit = backoff_limit
+        self.on_change: Callable[[], None] = lambda: None
+        self._held = NO_VERSION
         self._lock = asyncio.Lock()
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
@@ -64,14 +71,16 @@ class Reconciler:
             self._wake.clear()
             try:
                 newest = await self.look()
-                if newest > self._engine.version and (newest != failed or loop.time() >= retry_at):
+                if newest > self._held and (newest != failed or loop.time() >= retry_at):
                     if newest != failed:
                         pauses, failed = patience(self._poll, self._limit), newest
                     retry_at = loop.time() + next(pauses)
                     await self._advance(newest)
-                if newest <= self._engine.version:
+                if newest <= self._held:
                     self.last_error = ""
-                    self.ready.set()
+                    if not self.ready.is_set():
+                        self.ready.set()
+                        self.on_change()
             except Exception as error:
                 self.failures += 1
                 self.last_error = f"{type(error).__name__}: {error}"
@@ -112,7 +121,9 @@ class Reconciler:
             self.rejected[version] = self.rejected.get(version, 0) + 1
             raise
         await self._engine.load(version, weights)
+        self._held = version
         self.loads += 1
+        self.on_change()
         log.info("serving version %d", version)
 
     def _pulse(self) -> None:

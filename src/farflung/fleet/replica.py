@@ -69,12 +69,14 @@ class Replica:
         reach this replica by, where it is not the one that it listens on."""
         self._runner, bound = await wire.listen(self.app(), host, port)
         self.url = advertise or bound
-        if self._reconciler is not None:
-            self._following = asyncio.create_task(self._reconciler.run())
         if router is not None:
             self._http = aiohttp.ClientSession(headers=wire.bearer(self._token))
             self._membership = Membership(router, self._http, self.report, interval)
             self._beating = asyncio.create_task(self._membership.run())
+            if self._reconciler is not None:
+                self._reconciler.on_change = self._membership.hurry
+        if self._reconciler is not None:
+            self._following = asyncio.create_task(self._reconciler.run())
         return self.url
 
     def app(self) -> web.Application:
@@ -141,7 +143,7 @@ class Replica:
     # Handlers
 
     async def _generate(self, http: web.Request) -> web.Response:
-        raw = await http.read()
+        raw = await wire.read_body(http)
         request = GenerateRequest.decode(raw)
         if self.draining:
             return wire.error(503, "draining", "this replica takes no new turns")

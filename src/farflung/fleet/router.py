@@ -86,7 +86,7 @@ class RouterServer:
 
     async def _generate(self, http: web.Request) -> web.Response:
         """Try replicas until one answers; after a round without success pause, and give up after retry_seconds."""
-        raw = await http.read()
+        raw = await wire.read_body(http)
         request = GenerateRequest.decode(raw)
         tried = {name for name in (http.headers.get(wire.AVOID_HEADER),) if name}
         for name in tried & self.state.members.keys():
@@ -187,6 +187,7 @@ class RouterServer:
     async def _leave(self, http: web.Request) -> web.Response:
         name = http.match_info["name"]
         if self.state.leave(name, http.query.get("url")):
+            self._gone.pop(name, None)  # it finishes what it has
             log.info("replica %s left", name)
         return web.Response(status=204)
 

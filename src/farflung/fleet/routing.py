@@ -301,13 +301,19 @@ class Router:
             self.members[source.replica].failures = 0
 
     def failed(self, member: Member, cause: str, now: float) -> None:
-        """The turn goes on elsewhere. A replica that only is not ready is asked again after its next heartbeat."""
+        """The turn goes on elsewhere, and the replica is passed over for a while.
+
+        Not for a version that is still to come, and for a slow turn only when it is not the first in a row: to move
+        every session of a busy replica would make the others slow too.
+        """
         retries = self.pools[member.pool].retries
         retries[cause] = retries.get(cause, 0) + 1
         current = self.members.get(member.name)
         if current is None or current.report.url != member.report.url or cause == "version":
             return
         current.failures += 1
+        if cause == "slow" and current.failures == 1:
+            return
         backoff = self.policy.avoid_seconds * 2.0 ** min(current.failures - 1, 16)
         current.avoid_until = now + min(backoff, self.policy.avoid_limit)
 

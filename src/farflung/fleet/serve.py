@@ -10,10 +10,10 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from farflung.core.episode import Episode
 from farflung.core.errors import BadInput, FarflungError
@@ -22,6 +22,9 @@ from farflung.engines.base import Engine
 from farflung.fleet import process, wire
 from farflung.fleet.reconcile import Reconciler, WeightsSource
 from farflung.fleet.replica import Replica
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class ServeOptions:
 def serve(options: ServeOptions, token: str) -> None:
     """Serve until SIGTERM or SIGINT, then drain, leave and return. Raises BadInput before anything listens."""
     options.check()
+    os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))  # read when torch is imported
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     source = Source(options.pool, options.replica or f"{options.pool}-{os.getpid()}", options.weights, options.kv)
     weights = _weights(options)
     asyncio.run(_serve(options, token, source, weights))
@@ -103,7 +108,21 @@ def _weights(options: ServeOptions) -> WeightsSource | None:
     from farflung.weights.store import open_store
     from farflung.weights.subscriber import Subscriber
 
-    return Subscriber(open_store(options.store), options.run_id)
+    subscriber = Subscriber(open_store(options.store), options.run_id)
+    return _PointerOnly(subscriber) if options.engine == "paced" else subscriber
+
+
+class _PointerOnly:
+    """For an engine that needs no weights: a remote replica's fetching costs this machine nothing either."""
+
+    def __init__(self, source: WeightsSource) -> None:
+        self._source = source
+
+    def newest(self) -> int | None:
+        return self._source.newest()
+
+    def fetch(self, version: int) -> Mapping[str, Tensor]:
+        return {}
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[ServeOptions, str]:

@@ -6,6 +6,7 @@ compared in constant time and never appears in a log or an answer.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "FARFLUNG_TOKEN"
 MAX_BODY = 256 << 20
+BODY_SECONDS = 60.0
 FRAME = "application/octet-stream"
 
 REPLICA_HEADER = "Farflung-Replica"
@@ -113,10 +115,19 @@ async def listen(app: web.Application, host: str, port: int) -> tuple[web.AppRun
     return runner, f"http://{shown}:{bound[1]}"
 
 
+async def read_body(request: web.Request) -> bytes:
+    """The whole body. Raises BadInput when it does not come within BODY_SECONDS."""
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await request.read()
+    except TimeoutError:
+        raise BadInput(f"the body did not come within {BODY_SECONDS:g} s", where=request.path) from None
+
+
 async def read_json(request: web.Request) -> dict[str, Any]:
     """The body as a JSON object. Raises BadInput."""
     try:
-        data = json.loads(await request.read())
+        data = json.loads(await read_body(request))
     except ValueError as problem:
         raise BadInput(f"the body is not JSON: {problem}", where=request.path) from None
     if not isinstance(data, dict):
