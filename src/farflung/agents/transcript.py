@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +12,8 @@ from farflung.core.episode import Trajectory
 from farflung.core.errors import Corrupt
 from farflung.core.sampling import Completion, Source
 from farflung.core.supports import Int32, Supports
+
+Part = tuple[str, str]
 
 
 @dataclass(slots=True)
@@ -66,3 +70,13 @@ class Transcript:
         self._ids.append(ids)
         self._sampled.append(sampled)
         self._length += len(ids)
+
+
+def readable(trajectory: Trajectory, decode: Callable[[Int32], str]) -> tuple[Part, ...]:
+    """A transcript for people: (who, text) in order, who being "policy" for what was sampled and "world" for the rest."""
+    turns = np.flatnonzero(np.diff(trajectory.action)) + 1
+    edges = [0, *turns.tolist(), len(trajectory.ids)]
+    spans = [(low, high) for low, high in itertools.pairwise(edges) if high > low]
+    return tuple(
+        ("policy" if trajectory.action[low] else "world", decode(trajectory.ids[low:high])) for low, high in spans
+    )
