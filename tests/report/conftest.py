@@ -94,8 +94,11 @@ def metrics(update: int) -> UpdateMetrics:
     )  # fmt: skip
 
 
-def evaluation(pass1: float, pass4: float) -> dict[str, float]:
-    return {"tasks": 64, "k": 4, "pass1": pass1, "pass1_se": 0.031, "pass4": pass4, "pass4_se": 0.042}
+def evaluation(pass1: float, pass4: float) -> dict[str, object]:
+    return {
+        "pass1": {"mean": pass1, "se": 0.031, "tasks": 64},
+        "pass4": {"mean": pass4, "se": 0.042, "tasks": 64},
+    }
 
 
 @pytest.fixture(scope="session")
@@ -106,7 +109,11 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.mkdir(parents=True)
     tokenizer().save(str(model / "tokenizer.json"))
     recipe = Recipe.model_validate(
-        {"run": {"name": "quickstart", "updates": UPDATES}, "train": {"lr": 1e-3}, "pools": [p.model_dump() for p in POOLS]}
+        {
+            "run": {"name": "quickstart", "updates": UPDATES},
+            "train": {"lr": 1e-3},
+            "pools": [p.model_dump() for p in POOLS],
+        }
     )
     (folder / "recipe.json").write_text(json.dumps({"recipe": dump_recipe(recipe), "model": str(model), "run_id": "x"}))
     ledger = Ledger(folder)
@@ -129,7 +136,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ledger.add_drop(3, 1, 0, DropCause.SANDBOX, "bwrap did not start within 20 s", retried=True)
     ledger.add_drop(7, 1, 2, DropCause.SAMPLER, "no replica answered for 120 s", retried=False)
     for step in range(100):
-        status = {name: {"sampled_tokens": round(900 * w * step), "active": 9} for name, w in (("nvfp4", 2), ("fp8", 1), ("bf16", 1.2))}
+        status = {
+            name: {"sampled_tokens": round(900 * w * step), "active": 9}
+            for name, w in (("nvfp4", 2), ("fp8", 1), ("bf16", 1.2))
+        }
         ledger.add_pools(status)
     _spread_times(folder, ledger)
     ledger.add_evaluation("before", evaluation(0.34, 0.58))

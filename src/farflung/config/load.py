@@ -29,13 +29,22 @@ def load_recipe(path: Path | str, overrides: Sequence[tuple[str, str]] = ()) -> 
         raise BadInput(f"cannot read the recipe: {error.strerror}", where=str(path)) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"not TOML: {error}", where=str(path)) from None
+    return _build(tree, overrides, str(path), text)
+
+
+def override_recipe(recipe: Recipe, overrides: Sequence[tuple[str, str]]) -> Recipe:
+    """The recipe with some keys set anew, as on the command line. Raises BadInput."""
+    return _build(dump_recipe(recipe), overrides, "recipe", "")
+
+
+def _build(tree: dict[str, Any], overrides: Sequence[tuple[str, str]], place: str, text: str) -> Recipe:
     given: dict[Loc, str] = {}
     for key, value in overrides:
         given[_set(tree, key, value)] = f"--{key}"
     try:
         return Recipe.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        raise _explain(error, tree, given, str(path), text) from None
+        raise _explain(error, tree, given, place, text) from None
 
 
 def dump_recipe(recipe: Recipe) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""report.html: one self-contained page of a run. ``write_report`` draws it, also while the run goes on."""
+"""report.html: one self-contained page of a run. ``draw_report`` draws it, also while the run goes on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNSURE = 0.5
 SHOWN_EVENTS = 12
 
 
-def write_report(run_dir: Path, out: Path | None = None) -> Path:
+def draw_report(run_dir: Path, out: Path | None = None) -> Path:
     """Draw the run's report to ``out`` (RUN/report.html) and return that path. Raises BadInput, Corrupt."""
     page = render(read_run(run_dir))
     out = out or run_dir / "report.html"

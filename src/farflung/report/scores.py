@@ -24,34 +24,49 @@ class Score:
 
 
 def scores(evaluations: Mapping[str, Mapping[str, Any]]) -> list[Score]:
-    """pass@1 and pass@k, as far as they were measured."""
-    before, after = evaluations.get("before"), evaluations.get("after")
-    results = [r for r in (before, after) if r is not None]
-    if not results:
-        return []
+    """pass@1 and pass@4, as far as they were measured."""
     found = []
-    for k in dict.fromkeys((1, int(results[-1]["k"]))):
-        marks = [None if r is None else (float(r[f"pass{k}"]), float(r[f"pass{k}_se"])) for r in (before, after)]
-        tasks = int(results[-1]["tasks"])
-        found.append(_score(f"pass@{k} on {tasks} held-out tasks", marks[0], marks[1]))
+    for k in (1, 4):
+        before, after = (_mark(evaluations.get(name, {}).get(f"pass{k}")) for name in ("before", "after"))
+        if newest := after or before:
+            found.append(_score(f"pass@{k} on {newest.tasks} held-out tasks", before, after))
     return found
 
 
-def _score(label: str, before: tuple[float, float] | None, after: tuple[float, float] | None) -> Score:
-    gain, error = "", ""
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    mean: float
+    se: float
+    tasks: int
+
+
+def _mark(estimate: Mapping[str, Any] | None) -> _Mark | None:
+    if not estimate or estimate["mean"] is None:
+        return None
+    return _Mark(estimate["mean"], estimate["se"] or 0.0, estimate["tasks"])
+
+
+def _score(label: str, before: _Mark | None, after: _Mark | None) -> Score:
+    gain = ""
     if before and after:
-        points = 100 * (after[0] - before[0])
+        points = 100 * (after.mean - before.mean)
         gain = f"{'+' if points >= 0 else '−'}{abs(points):.0f}"
-    taken = [f"{100 * mark[1]:.1f}" for mark in (before, after) if mark]
-    error = f"standard error over tasks: {' and '.join(taken)} points"
-    return Score(label, _percent(before), _percent(after), gain, error, _bar(before, after))
+    errors = " and ".join(f"{100 * mark.se:.1f}" for mark in (before, after) if mark)
+    return Score(
+        label,
+        _percent(before),
+        _percent(after),
+        gain,
+        f"standard error over tasks: {errors} points",
+        _bar(before, after),
+    )
 
 
-def _percent(mark: tuple[float, float] | None) -> str:
-    return f"{100 * mark[0]:.0f} %" if mark else ""
+def _percent(mark: _Mark | None) -> str:
+    return f"{100 * mark.mean:.0f} %" if mark else ""
 
 
-def _bar(before: tuple[float, float] | None, after: tuple[float, float] | None) -> Markup:
+def _bar(before: _Mark | None, after: _Mark | None) -> Markup:
     """A scale from 0 to 100 % with both marks and their standard errors."""
 
     def x(value: float) -> float:
@@ -59,11 +74,11 @@ def _bar(before: tuple[float, float] | None, after: tuple[float, float] | None) 
 
     parts = [f'<line class="scale" x1="4" x2="{WIDTH - 4}" y1="9" y2="9"/>']
     if before and after:
-        parts.append(f'<line class="move" x1="{x(before[0]):.1f}" x2="{x(after[0]):.1f}" y1="9" y2="9"/>')
+        parts.append(f'<line class="move" x1="{x(before.mean):.1f}" x2="{x(after.mean):.1f}" y1="9" y2="9"/>')
     for mark, kind in ((before, "mark old"), (after, "mark")):
         if mark:
-            low, high = x(mark[0] - mark[1]), x(mark[0] + mark[1])
+            low, high = x(mark.mean - mark.se), x(mark.mean + mark.se)
             parts.append(f'<line class="error" x1="{low:.1f}" x2="{high:.1f}" y1="9" y2="9"/>')
             parts += [f'<line class="error" x1="{at:.1f}" x2="{at:.1f}" y1="5" y2="13"/>' for at in (low, high)]
-            parts.append(f'<circle class="{kind}" cx="{x(mark[0]):.1f}" cy="9" r="6"/>')
+            parts.append(f'<circle class="{kind}" cx="{x(mark.mean):.1f}" cy="9" r="6"/>')
     return Markup(f'<svg viewBox="0 0 {WIDTH} 18" aria-hidden="true">{"".join(parts)}</svg>')
