@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farflung.core.sampling import WeightFormat
 from farflung.core.errors import BadInput
+from farflung.core.sampling import WeightFormat
 from farflung.formats import e2m1
 
 FORMATS: tuple[WeightFormat, ...] = ("bf16", "fp8", "mxfp4", "nvfp4")
@@ -65,7 +65,7 @@ class Quantised:
                 return self._scale_blocks(self.scales.float() * self.tensor_scale, NVFP4_BLOCK).to(dtype)
 
     def _scale_blocks(self, scales: Tensor, block: int) -> Tensor:
-        values = e2m1.decode(self.codes).unflatten(-1, (-1, block))
+        values = e2m1.decode(self.codes).view(self.rows, -1, block)
         return values.mul_(scales.unsqueeze(-1)).flatten(-2)[:, : self.columns]
 
     @property
@@ -116,7 +116,7 @@ def _fp8(values: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 def _blocks(values: Tensor, block: int, name: str) -> tuple[Tensor, Tensor]:
     """[out, in] -> blocks along the inputs [out, ceil(in / block), block] and their largest magnitudes."""
-    blocks = F.pad(values, (0, -values.shape[1] % block)).unflatten(-1, (-1, block))
+    blocks = F.pad(values, (0, -values.shape[1] % block)).view(len(values), -1, block)
     amax = blocks.abs().amax(-1)
     _refuse_nonfinite(amax, name)
     return blocks, amax

@@ -1,0 +1,399 @@
+"""The embedded engine: one thread that reads prompts and decodes, behind the asynchronous engine port.
+
+Everything that changes the engine's state runs on that thread, between two steps: new turns, cancelled ones, forgotten
+sessions, new weights. The event loop only posts these and waits for answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farflung.core.errors import BadInput
+from farflung.core.sampling import Completion, GenerateRequest, Source
+from farflung.core.supports import Int32
+from farflung.engines.base import EngineError, EngineStats, TooLong
+from farflung.engines.embedded.architecture import Architecture
+from farflung.engines.embedded.batch import Batch, Turn
+from farflung.engines.embedded.cache import IdleSessions, Reading, RowCache, Stored, kv_shape
+from farflung.engines.embedded.decoder import Decoder
+from farflung.engines.embedded.weights import Weights, prepare, read_folder
+from farflung.formats import kv as kv_formats
+from farflung.formats.weights import FORMATS
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How an embedded engine computes and what it may hold.
+
+    capacity: turns that decode at a time; more wait. context: longest sequence, at most (and by default) the model's.
+    compute: auto is float32 on a CPU and bfloat16 on a GPU. prefill_tokens: prompt tokens read between two decoding
+    steps, so that long prompts do not hold up the others. session_bytes: memory for sessions between their turns.
+    recompute_on_swap: new weights read every sequence again, instead of going on with the old keys and values.
+    """
+
+    capacity: int = 16
+    context: int | None = None
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: str = "auto"
+    prefill_tokens: int = 512
+    session_bytes: int = 1 << 30
+    recompute_on_swap: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """A turn whose prompt is being read: ``kv`` has room for all ids but the last, ``held`` of them are there."""
+
+    turn: Turn
+    kv: Tensor
+    held: int
+
+    @property
+    def left(self) -> int:
+        return self.kv.shape[2] - self.held
+
+
+class EmbeddedEngine:
+    """``source.weights`` and ``source.kv`` are the formats that it serves. See engines/base.py for the port."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        weights: Mapping[str, Tensor],
+        source: Source,
+        options: EngineOptions | None = None,
+        version: int = 0,
+    ) -> None:
+        """Raises BadInput when formats or weights do not fit."""
+        options = options or EngineOptions()
+        formats = [f for f in FORMATS if f == source.weights]
+        kv = [f for f in kv_formats.KV_FORMATS if f == source.kv]
+        if not formats or not kv:
+            raise BadInput(
+                f"formats {source.weights!r} and {source.kv!r} are not served",
+                where="embedded engine",
+                mend=f"weights: {', '.join(FORMATS)}; cache: {', '.join(kv_formats.KV_FORMATS)}",
+            )
+        self.source = source
+        self._format = formats[0]
+        self.context = min(options.context or architecture.context, architecture.context)
+        self.vocabulary = architecture.vocabulary
+        self._options = options
+        self._architecture = architecture
+        device = options.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(device)
+        compute = options.compute
+        if compute == "auto":
+            compute = "float32" if self._device.type == "cpu" else "bfloat16"
+        self._dtype = torch.float32 if compute == "float32" else torch.bfloat16
+        with torch.inference_mode():
+            self._weights = self._prepare(weights)
+            self._decoder = Decoder(architecture, self.context, kv_formats.rounding(kv[0]), self._device)
+            cache = RowCache(architecture, self._dtype, self._device)
+        self._version = version
+        self._batch = Batch(self._decoder, cache, options.capacity)
+        self._waiting: deque[Turn] = deque()
+        self._prompts: deque[_Prompt] = deque()
+        self._idle = IdleSessions(options.session_bytes)
+        self._counts = dict.fromkeys(("sampled_tokens", "prompt_tokens", "cached_tokens", "swaps"), 0)
+        self._swap_seconds = 0.0
+        self._wake = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._closing = False
+        self._fatal: str | None = None
+        self._loading = asyncio.Lock()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def from_folder(
+        folder: Path, source: Source, options: EngineOptions | None = None, version: int = 0
+    ) -> EmbeddedEngine:
+        """Serve a Hugging Face folder (config.json and safetensors). Raises BadInput with what is missing or unsupported."""
+        return EmbeddedEngine(Architecture.read(folder), read_folder(folder), source, options, version)
+
+    # --- The port: called on the event loop ---
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one turn; a turn that would outgrow the context ends there, with ``finish`` "length"."""
+        self._check_alive()
+        room = self.context - len(request.ids)
+        if room < 1:
+            raise TooLong(f"{len(request.ids)} ids leave no room in a context of {self.context}", where="generate")
+        if request.ids.min() < 0 or request.ids.max() >= self.vocabulary:
+            raise BadInput(f"ids must lie in [0, {self.vocabulary})", where="generate")
+        loop = asyncio.get_running_loop()
+        turn = Turn(request, min(request.params.max_tokens, room), loop.create_future(), loop)
+        self._post(lambda: self._waiting.append(turn))
+        try:
+            return await turn.future
+        except asyncio.CancelledError:
+            turn.cancelled = True
+            self._post(self._drop_cancelled)
+            raise
+
+    async def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """See the port. ``weights`` must not change until this returns. Raises BadInput; the old weights stay then."""
+        async with self._loading:
+            self._check_alive()
+            loop = asyncio.get_running_loop()
+            prepared = await _in_background(lambda: self._prepare(weights), loop)
+            swapped: asyncio.Future[None] = loop.create_future()
+
+            def swap() -> None:
+                self._swap(version, prepared)
+                _answer(loop, swapped, None)
+
+            self._post(swap)
+            await swapped
+
+    def forget(self, session: str) -> None:
+        self._post(lambda: self._forget(session))
+
+    def stats(self) -> EngineStats:
+        active = len(self._batch) + len(self._prompts)
+        return EngineStats(active, len(self._waiting), **self._counts, swap_seconds=self._swap_seconds)
+
+    async def close(self) -> None:
+        """Stop the thread; turns in flight fail with EngineError."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join, 30)
+
+    def _check_alive(self) -> None:
+        if self._fatal is not None or self._closing:
+            raise EngineError(self._fatal or "the engine is closed", where=self.source.replica)
+
+    def _post(self, action: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(action)
+            self._wake.notify()
+
+    def _prepare(self, weights: Mapping[str, Tensor]) -> Weights:
+        return prepare(self._architecture, weights, self._format, self._dtype, self._device)
+
+    # --- The engine's thread ---
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    while not (self._inbox or self._closing or self._busy):
+                        self._wake.wait()
+                    if self._closing:
+                        break
+                    actions, self._inbox = self._inbox, deque()
+                for action in actions:
+                    action()
+                self._admit()
+                if self._prompts:
+                    parts = self._next_parts()
+                    self._guarded(lambda: self._read(parts), [p.turn for p, _ in parts])  # noqa: B023 (called at once)
+                if len(self._batch):
+                    self._guarded(self._decode, list(self._batch.turns))
+            self._fail_all("the engine was closed")
+        except BaseException as error:
+            log.exception("the engine's thread ended")
+            self._fatal = f"the engine broke: {error!r}"
+            self._fail_all(self._fatal)
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._waiting or self._prompts or self._batch.turns)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._batch) + len(self._prompts) < self._options.capacity:
+            turn = self._waiting.popleft()
+            if turn.cancelled:
+                continue
+            ids = turn.request.ids
+            found = self._idle.take(turn.request.session, ids)
+            kv = torch.empty(kv_shape(self._architecture, len(ids) - 1), dtype=self._dtype, device=self._device)
+            if found is not None:
+                turn.cached = len(found.ids)
+                kv[:, :, : turn.cached] = found.kv
+            self._counts["prompt_tokens"] += len(ids)
+            self._counts["cached_tokens"] += turn.cached
+            self._prompts.append(_Prompt(turn, kv, turn.cached))
+
+    def _next_parts(self) -> list[tuple[_Prompt, int]]:
+        """The oldest prompts and how many ids of each to read now, at most ``prefill_tokens`` in all."""
+        parts: list[tuple[_Prompt, int]] = []
+        budget = self._options.prefill_tokens
+        for prompt in self._prompts:
+            added = min(prompt.left, budget)
+            parts.append((prompt, added))
+            budget -= added
+            if not budget:
+                break
+        return parts
+
+    def _read(self, parts: list[tuple[_Prompt, int]]) -> None:
+        """Read these parts in one pass; prompts that are through join the batch. All but the last one always are."""
+        self._feed([(p.turn.request.ids, p.kv, p.held, added) for p, added in parts if added])
+        for prompt, added in parts:
+            prompt.held += added
+            if not prompt.left:
+                self._prompts.popleft()
+                self._batch.join(prompt.turn, prompt.kv)
+
+    def _feed(self, parts: list[tuple[Int32, Tensor, int, int]]) -> None:
+        """Compute keys and values of ids[held : held + added] into each store, in one pass."""
+        if not parts:
+            return
+        ids = np.concatenate([ids[held : held + added] for ids, _, held, added in parts]).astype(np.int64)
+        positions = np.concatenate([np.arange(held, held + added) for _, _, held, added in parts])
+        reading = Reading(self._architecture, [(kv, held, added) for _, kv, held, added in parts])
+        self._decoder.hidden(
+            self._weights,
+            torch.from_numpy(ids).to(self._device),
+            torch.from_numpy(positions).to(self._device),
+            reading.attend,
+        )
+
+    def _decode(self) -> None:
+        done, bad = self._batch.step(self._weights, self._version, self._device)
+        self._counts["sampled_tokens"] += len(self._batch)
+        # From the last row to the first, since a leaving row is replaced by the last one.
+        for row in sorted(done + bad, reverse=True):
+            if row in bad:
+                error = EngineError(
+                    f"version {self._version} gave logits that are not finite", where=self.source.replica
+                )
+                self._fail(self._batch.leave(row), error)
+            else:
+                self._finish(row)
+
+    def _finish(self, row: int) -> None:
+        sampled = self._batch.sampled(row)
+        finish: Literal["stop", "length"] = "stop" if self._batch.stopped(row) else "length"
+        self._keep(row)
+        turn = self._batch.leave(row)
+        completion = Completion(
+            sampled.ids, sampled.logprobs, sampled.versions, sampled.supports, finish, self.source, turn.cached
+        )
+        _answer(turn.loop, turn.future, completion)
+
+    def _keep(self, row: int) -> None:
+        """Store the row's keys and values for the session's next turn, in bfloat16: both cache formats fit in it exactly."""
+        turn, ids = self._batch.turns[row], self._batch.fed(row)
+        if turn.keep:
+            kv = self._batch.cache.read(row, len(ids)).to(torch.bfloat16, copy=True)
+            self._idle.put(turn.request.session, Stored(ids, kv))
+
+    def _drop_cancelled(self) -> None:
+        for row in reversed(range(len(self._batch))):
+            if self._batch.turns[row].cancelled:
+                self._keep(row)
+                self._batch.leave(row)
+        self._prompts = deque(p for p in self._prompts if not p.turn.cancelled)
+        self._waiting = deque(t for t in self._waiting if not t.cancelled)
+
+    def _forget(self, session: str) -> None:
+        self._idle.drop(session)
+        for turn in (*self._batch.turns, *(p.turn for p in self._prompts), *self._waiting):
+            if turn.request.session == session:
+                turn.keep = False
+
+    def _swap(self, version: int, weights: Weights) -> None:
+        started = time.monotonic()
+        self._weights, self._version = weights, version
+        if self._options.recompute_on_swap:
+            self._guarded(self._recompute, [*self._batch.turns, *(p.turn for p in self._prompts)])
+        self._counts["swaps"] += 1
+        self._swap_seconds += time.monotonic() - started
+
+    def _recompute(self) -> None:
+        self._idle.clear()
+        for prompt in self._prompts:
+            prompt.held = 0
+        for row in range(len(self._batch)):
+            ids = self._batch.fed(row)
+            kv = torch.empty(kv_shape(self._architecture, len(ids)), dtype=self._dtype, device=self._device)
+            for held in range(0, len(ids), self._options.prefill_tokens):
+                self._feed([(ids, kv, held, min(len(ids) - held, self._options.prefill_tokens))])
+            self._batch.cache.write(row, kv)
+
+    # --- Trouble ---
+
+    def _guarded(self, step: Callable[[], None], turns: list[Turn]) -> None:
+        """Run a step; when it breaks, the turns that it served fail, and the engine goes on."""
+        try:
+            step()
+        except Exception as error:
+            log.exception("a step failed; its %d turns fail", len(turns))
+            failed = set(map(id, turns))
+            for row in reversed(range(len(self._batch))):
+                if id(self._batch.turns[row]) in failed:
+                    self._batch.leave(row)
+            self._prompts = deque(p for p in self._prompts if id(p.turn) not in failed)
+            for turn in turns:
+                self._fail(turn, EngineError(f"a step failed: {error!r}", where=self.source.replica))
+
+    def _fail(self, turn: Turn, error: EngineError) -> None:
+        _answer(turn.loop, turn.future, error)
+
+    def _fail_all(self, what: str) -> None:
+        turns = [*self._batch.turns, *(p.turn for p in self._prompts), *self._waiting]
+        for turn in turns:
+            self._fail(turn, EngineError(what, where=self.source.replica))
+
+
+def _answer(loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], answer: T | Exception) -> None:
+    """Resolve a future of the event loop from another thread; one that nobody waits for any more is left alone."""
+
+    def resolve() -> None:
+        if future.done():
+            return
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(resolve)
+
+
+async def _in_background(work: Callable[[], T], loop: asyncio.AbstractEventLoop) -> T:
+    """Run ``work`` on a thread of its own that yields the processor to the engine's and the loop's threads."""
+    future: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        # On Linux niceness belongs to a thread, and cannot be taken back: hence a new thread every time.
+        if hasattr(os, "setpriority"):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
+        try:
+            with torch.inference_mode():
+                result = work()
+        except Exception as error:
+            _answer(loop, future, error)
+        else:
+            _answer(loop, future, result)
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
+    return await future
