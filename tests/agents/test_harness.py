@@ -4,9 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from farflung.tasks.grader import Grade
+
 from agents.dialects import TEMPLATES, dialect
 from agents.world import MEND, SOURCE, TASK, FakeFactory, Reply, Say, Script
-
 from farflung.agents import harness
 from farflung.agents.harness import Dropped, observe, run_episode, sampling_params
 from farflung.config import AgentConfig, SamplingConfig, SandboxConfig
@@ -16,7 +17,6 @@ from farflung.core.sampling import SamplingParams, Source
 from farflung.engines.base import TooLong
 from farflung.sandboxes import open_factory
 from farflung.sandboxes.base import CommandResult, SandboxDied, SandboxError
-from farflung.tasks.grader import Grade
 
 COMMAND = dialect("command")
 PARAMS = sampling_params(SamplingConfig())

@@ -13,11 +13,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from agents.dialects import dialect, save
-from agents.world import MEND, TASK, FakeFactory, Script, complete
 from aiohttp import web
 from builders import recipe
 
+from agents.dialects import dialect, save
+from agents.world import MEND, TASK, FakeFactory, Script, complete
 from farflung.config import Recipe, SandboxConfig
 from farflung.core.errors import BadInput, InfraError
 from farflung.core.sampling import GenerateRequest
