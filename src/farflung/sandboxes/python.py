@@ -41,12 +41,13 @@ def find_python() -> Python:
     """
     own = Path(sys.base_prefix)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    for executable, prefix in ((Path("/usr/bin") / version, Path("/usr")), (own / "bin" / version, own)):
-        if executable.exists() and (program := _compile(executable)):
+    system = Path("/usr/bin/python3")
+    for executable, prefix in ((system, Path("/usr")), (own / "bin" / "python3", own)):
+        if executable.resolve().name == version and (program := _compile(executable)):
             fd = os.memfd_create("farflung-inside", os.MFD_CLOEXEC)
             os.write(fd, program)
             return Python(executable, prefix, fd)
-    raise SandboxError(f"no {version} with unittest in /usr/bin or {own / 'bin'}", where="sandbox")
+    raise SandboxError(f"no {version} with unittest in {system} or {own / 'bin'}", where="sandbox")
 
 
 def _compile(executable: Path) -> bytes:
