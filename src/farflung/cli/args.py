@@ -35,12 +35,12 @@ class Parser(argparse.ArgumentParser):
             flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
             message = f"unknown argument {first!r}"
             mend = f"{nearest(first, flags)}{mend}"
-        raise BadInput(message, where=f"farflung {self._command}", mend=mend)
+        raise BadInput(message, where=self._command, mend=mend)
 
 
-def nearest(word: str, valid: Iterable[str]) -> str:
+def nearest(word: str, valid: Iterable[str], cutoff: float = 0.5) -> str:
     """A sentence that names the valid word closest to this one, or nothing."""
-    near = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word, list(valid), n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}? " if near else ""
 
 
