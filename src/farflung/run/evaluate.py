@@ -19,7 +19,7 @@ from farflung.core.task import Task
 from farflung.evaluation.held_out import EvalResult, evaluate
 from farflung.fleet import wire
 from farflung.fleet.client import FleetClient
-from farflung.run.processes import PeakMemory, Processes, Program, free_port
+from farflung.run.processes import Meter, Processes, Program, free_port
 from farflung.sandboxes import open_factory
 
 READY_SECONDS = 180.0
@@ -34,18 +34,18 @@ def evaluate_policy(
     logs: Path,
     name: str,
     console: Console,
-    memory: PeakMemory | None = None,
+    meter: Meter | None = None,
 ) -> EvalResult:
     """pass@k of the model in ``model`` on the first ``recipe.eval.tasks`` of ``tasks``; ``name`` is for the progress bar.
 
     Sampled from the whole vocabulary at temperature 1, weights and cache in BF16, whatever the recipe's pools serve.
     """
-    return asyncio.run(_evaluate(model, recipe, tasks, token_file, logs, name, console, memory or PeakMemory()))
+    return asyncio.run(_evaluate(model, recipe, tasks, token_file, logs, name, console, meter or Meter()))
 
 
 async def _evaluate(
     model: Path, recipe: Recipe, tasks: Sequence[Task], token_file: Path, logs: Path, name: str, console: Console,
-    memory: PeakMemory,
+    meter: Meter,
 ) -> EvalResult:  # fmt: skip
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -59,7 +59,7 @@ async def _evaluate(
              "--kv", "bf16", "--capacity", str(capacity), "--port", str(port), "--token-file", str(token_file)),
         )
     )  # fmt: skip
-    watch = asyncio.create_task(_watch(memory))
+    watch = asyncio.create_task(_watch(meter))
     bars = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console,
         disable=not console.is_terminal, transient=True,
@@ -100,7 +100,7 @@ async def _ready(url: str, token: str, processes: Processes, name: str) -> None:
     )
 
 
-async def _watch(memory: PeakMemory) -> None:
+async def _watch(meter: Meter) -> None:
     while True:
-        memory.look()
+        meter.look()
         await asyncio.sleep(1.0)

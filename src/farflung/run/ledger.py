@@ -43,6 +43,7 @@ CREATE TABLE IF NOT EXISTS drops (
     id INTEGER PRIMARY KEY, created_at REAL NOT NULL, group_id INTEGER NOT NULL, idx INTEGER, attempt INTEGER,
     cause TEXT NOT NULL, detail TEXT NOT NULL, retried INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS pools (at REAL NOT NULL, pool TEXT NOT NULL, status TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS machine (at REAL NOT NULL, rss_bytes INTEGER NOT NULL, cpu_seconds REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS evaluations (name TEXT PRIMARY KEY, created_at REAL NOT NULL, result TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS events (at REAL NOT NULL, kind TEXT NOT NULL, detail TEXT NOT NULL);
 """
@@ -260,6 +261,10 @@ class Ledger:
     def add_pools(self, status: Mapping[str, Mapping[str, Any]]) -> None:
         now = time.time()
         self._db.executemany("INSERT INTO pools VALUES (?,?,?)", [(now, p, json.dumps(s)) for p, s in status.items()])
+
+    def add_machine(self, rss_bytes: int, cpu_seconds: float) -> None:
+        """Memory and CPU time of all local processes at this moment."""
+        self._db.execute("INSERT INTO machine VALUES (?,?,?)", (time.time(), rss_bytes, cpu_seconds))
 
     def pool_rates(self) -> dict[str, float]:
         """Sampled tokens per second of each pool, from its first to its last report; restarts of the router start anew."""

@@ -161,23 +161,25 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class PeakMemory:
-    """The largest resident memory of this process and all its descendants, summed, over the looks that were taken."""
+class Meter:
+    """Resident memory and CPU time of this process and all its descendants, summed; ``peak`` over the looks taken."""
 
     def __init__(self) -> None:
         self.peak = 0
-        self.now = 0
+        self.memory = 0
+        self.cpu = 0.0
 
-    def look(self) -> int:
-        """Bytes right now."""
-        total = 0
+    def look(self) -> None:
+        """Read them now: bytes, and seconds since the processes started, with those of descendants that have ended."""
+        memory, cpu = 0, 0.0
         me = psutil.Process()
         for process in [me, *me.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):
-                total += process.memory_info().rss
-        self.now = total
-        self.peak = max(self.peak, total)
-        return total
+                memory += process.memory_info().rss
+                cpu += sum(process.cpu_times()[:4])  # own user and system, ended children's user and system
+        self.memory = memory
+        self.cpu = cpu
+        self.peak = max(self.peak, memory)
 
 
 def _signal(child: _Child, number: signal.Signals) -> None:

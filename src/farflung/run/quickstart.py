@@ -19,7 +19,7 @@ from farflung.report import draw_report
 from farflung.run.evaluate import evaluate_policy
 from farflung.run.ledger import Ledger
 from farflung.run.preflight import preflight
-from farflung.run.processes import PeakMemory
+from farflung.run.processes import Meter
 from farflung.run.train import capacity_shares, train
 from farflung.run.workspace import Workspace
 
@@ -38,14 +38,14 @@ class PoolSummary:
 def quickstart(recipe: Recipe, run_dir: Path, *, console: Console, summary: Path | None = None) -> dict[str, Any]:
     """The whole thing; returns (and writes to ``summary``) the result as plain data."""
     began = time.monotonic()
-    memory = PeakMemory()
+    meter = Meter()
     space = Workspace.create(run_dir, recipe)
     checked = preflight(space)
 
     def measure(name: str, model: Path) -> EvalResult:
         result = evaluate_policy(
             model, recipe, checked.heldout, token_file=space.token_file, logs=space.path / "logs", name=name,
-            console=console, memory=memory,
+            console=console, meter=meter,
         )  # fmt: skip
         ledger = Ledger(space.path)
         ledger.add_evaluation(name, result.to_dict())
@@ -54,13 +54,13 @@ def quickstart(recipe: Recipe, run_dir: Path, *, console: Console, summary: Path
         return result
 
     before = measure("before", space.model)
-    outcome = train(space, console=console, memory=memory)
+    outcome = train(space, console=console, meter=meter)
     if outcome.stopped:
         raise FarflungError(outcome.stopped, where=str(run_dir), mend=f"go on: farflung train --resume {run_dir}")
     after = measure("after", space.policy)
     result = summarise(space, before, after) | {
         "wall_s": round(time.monotonic() - began, 1),
-        "peak_rss_bytes": memory.peak,
+        "peak_rss_bytes": meter.peak,
     }
     page = draw_report(run_dir)
     _show(result, before, after, page, console)

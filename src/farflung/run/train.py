@@ -22,7 +22,7 @@ from farflung.run.coordinator import Coordinator
 from farflung.run.ledger import Ledger
 from farflung.run.live import PoolView, Snapshot, View, open_view
 from farflung.run.preflight import Checked, preflight
-from farflung.run.processes import PeakMemory, Processes, Program, free_port
+from farflung.run.processes import Meter, Processes, Program, free_port
 from farflung.run.workspace import Workspace
 
 LOOK_SECONDS = 0.5
@@ -40,7 +40,7 @@ class Outcome:
     stopped: str | None = None
 
 
-def train(space: Workspace, *, console: Console | None = None, memory: PeakMemory | None = None) -> Outcome:
+def train(space: Workspace, *, console: Console | None = None, meter: Meter | None = None) -> Outcome:
     """Start or go on with the run in ``space`` until its updates are made, its time is up, or somebody stops it.
 
     Raises FarflungError for what cannot go on (bad input, a process that dies again and again, a full disk).
@@ -48,11 +48,11 @@ def train(space: Workspace, *, console: Console | None = None, memory: PeakMemor
     console = console or Console()
     checked = preflight(space)
     with space.locked():
-        return asyncio.run(_Run(space, checked, console, memory or PeakMemory()).go())
+        return asyncio.run(_Run(space, checked, console, meter or Meter()).go())
 
 
 class _Run:
-    def __init__(self, space: Workspace, checked: Checked, console: Console, memory: PeakMemory) -> None:
+    def __init__(self, space: Workspace, checked: Checked, console: Console, meter: Meter) -> None:
         self._space = space
         self._recipe = space.recipe
         self._ledger = Ledger(space.path)
@@ -64,7 +64,7 @@ class _Run:
         )
         self._processes = Processes(space.path / "logs", self._event)
         self._view: View = open_view(console)
-        self._memory = memory
+        self._meter = meter
         self._fleet: dict[str, Any] = {}
         self._sampled: dict[str, list[tuple[float, int]]] = {}
         self._note = ""
@@ -89,7 +89,7 @@ class _Run:
                     where=str(self._space.path),
                     mend=f"mend it, then: farflung train --resume {self._space.path}",
                 )
-            return Outcome(self._ledger.last_update(), time.monotonic() - self._began, self._memory.peak, reason)
+            return Outcome(self._ledger.last_update(), time.monotonic() - self._began, self._meter.peak, reason)
         finally:
             await self._processes.stop(order=("trainer", "rollout"))
             self._view.show(self._snapshot())
@@ -165,7 +165,8 @@ class _Run:
 
     async def _look(self, http: aiohttp.ClientSession) -> None:
         """Ask the router how the pools are, and the kernel how much memory is used."""
-        self._memory.look()
+        self._meter.look()
+        self._ledger.add_machine(self._meter.memory, self._meter.cpu)
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
             async with http.get(f"{self._router}/v1/status") as answer:
                 self._fleet = (await answer.json())["pools"]
@@ -191,7 +192,7 @@ class _Run:
             buffer=status["buffer"],
             dropped=status["dropped"],
             elapsed=time.monotonic() - self._began,
-            memory=self._memory.now,
+            memory=self._meter.memory,
             recent_reward=status["reward"],
             note=self._note,
             formats={pool.name: f"{pool.weights}, kv {pool.kv}" for pool in self._recipe.pools},
