@@ -96,10 +96,10 @@ async def run_episode(
         await box.close()
         with contextlib.suppress(InfraError):
             await sampler.forget(session)
-    reward, detail, grading = 0.0, "", 0.0
-    if end is EndReason.SUBMITTED:
-        verdict = await _grade(task, patch, factory, sandbox)
-        reward, detail, grading = verdict.reward, verdict.detail, verdict.seconds
+    verdict = Grade(0.0, talk.detail, 0.0)
+    if patch:
+        with _infra(DropCause.GRADER):
+            verdict = await grade(task, patch, factory, sandbox)
     with _infra(DropCause.CORRUPT):
         trajectory = talk.transcript.trajectory(params.temperature)
     return Episode(
@@ -107,15 +107,15 @@ async def run_episode(
         index=index,
         task=task.id,
         end=end,
-        reward=reward,
+        reward=verdict.reward,
         turns=talk.turns,
         trajectory=trajectory,
         patch=patch,
-        detail=detail,
+        detail=verdict.detail,
         seconds={
             "sampling": talk.sampling_seconds,
             "tools": talk.tool_seconds,
-            "grading": grading,
+            "grading": verdict.seconds,
             "total": time.monotonic() - began,
         },
         format_errors=talk.format_errors,
@@ -136,6 +136,7 @@ class _Conversation:
     min_version: int
     turns: int = 0
     format_errors: int = 0
+    detail: str = ""
     sampling_seconds: float = 0.0
     tool_seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
@@ -168,7 +169,8 @@ class _Conversation:
                     return EndReason.EPISODE_TIME, ""
                 try:
                     result = await self._execute(box, step.command, seconds)
-                except SandboxDied:
+                except SandboxDied as error:
+                    self.detail = str(error)
                     return EndReason.SANDBOX_LIMIT, ""
                 if self._clock() >= agent.episode_seconds:
                     return EndReason.EPISODE_TIME, ""
@@ -212,22 +214,12 @@ class _Conversation:
         try:
             with _infra(DropCause.SANDBOX):
                 tree = await box.read_tree()
-        except SandboxDied:
+        except SandboxDied as error:
+            self.detail = str(error)
             return EndReason.SANDBOX_LIMIT, ""
-        return EndReason.SUBMITTED, make_patch(task, tree)
-
-
-async def _grade(task: Task, patch: str, factory: SandboxFactory, config: SandboxConfig) -> Grade:
-    """The verdict of the tests. A failed grader gets fresh tries first, because the finished episode is worth them."""
-    if not patch:
-        return Grade(0.0, UNCHANGED, 0.0)
-    for tries_left in range(config.retries, -1, -1):
-        try:
-            return await grade(task, patch, factory, config)
-        except InfraError as error:
-            if not tries_left:
-                raise Dropped(DropCause.GRADER, error) from error
-    raise AssertionError("unreachable")
+        patch = make_patch(task, tree)
+        self.detail = "" if patch else UNCHANGED
+        return EndReason.SUBMITTED, patch
 
 
 @contextlib.contextmanager
