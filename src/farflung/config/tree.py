@@ -113,6 +113,8 @@ class PoolConfig(Section):
     """embedded computes here; paced answers at tokens_per_second as a remote accelerator would (for overlap measurements)."""
     tokens_per_second: Annotated[float, Field(gt=0)] = 1000.0
     """Rate of the paced engine, per session."""
+    replay: str | None = None
+    """Folder of recorded episodes that the paced engine says again; without it, it says anything."""
 
 
 class RouterConfig(Section):

@@ -130,12 +130,13 @@ class _Run:
     def _sampler(self, pool: PoolConfig, number: int, router: str) -> Program:
         space = self._space
         name = f"{pool.name}-{number}"
+        replay = ("--replay", pool.replay) if pool.replay else ()
         return Program(
             name,
             ("farflung.fleet.serve", "--token-file", str(space.token_file), "--model", str(space.model), "--pool", pool.name,
              "--replica", name, "--weights", pool.weights, "--kv", pool.kv, "--capacity", str(pool.capacity),
              "--store", space.store, "--run-id", space.run_id, "--join", router, "--engine", pool.engine,
-             "--tokens-per-second", str(pool.tokens_per_second)),
+             "--tokens-per-second", str(pool.tokens_per_second), *replay),
         )  # fmt: skip
 
     async def _until_over(self) -> str | None:
