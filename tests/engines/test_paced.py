@@ -110,7 +110,8 @@ async def test_the_line_is_bounded_and_a_cancelled_turn_frees_its_place() -> Non
 
 async def test_errors() -> None:
     with pytest.raises(TooLong):
-        await quick(context=10).generate(request([1, 2], max_tokens=9))
+        await quick(context=2).generate(request([1, 2]))
+    assert len((await quick(context=5).generate(request([1, 2], stop=()))).ids) == 3
     with pytest.raises(BadInput):
         PacedEngine(SOURCE, tokens_per_second=0, capacity=1)
     engine = quick()

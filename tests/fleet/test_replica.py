@@ -72,11 +72,11 @@ async def test_a_bad_frame_is_a_bad_request(one: One, body: bytes) -> None:
 
 async def test_a_sequence_beyond_the_context_is_too_long(one: One) -> None:
     one.machine._context = 100
-    status, answer = await one.post(request(max_tokens=101).encode())
+    status, answer = await one.post(request(length=100).encode())
     assert (status, json.loads(answer)["kind"]) == (413, "too_long")
     async with FleetClient(one.url, TOKEN) as client:
         with pytest.raises(TooLong):
-            await client.generate(request(max_tokens=101))
+            await client.generate(request(length=100))
 
 
 async def test_a_lone_replica_serves_its_folder_and_no_other_version(one: One) -> None:
@@ -163,6 +163,7 @@ async def test_an_engine_that_breaks_is_an_infrastructure_failure(one: One) -> N
         with pytest.raises(InfraError, match="engine is closed"):
             await client.generate(request())
         assert client.retries["engine"] >= 1
+    assert one.replica.broken.is_set()
 
 
 async def test_a_client_with_a_wrong_token_is_told_at_once(one: One) -> None:

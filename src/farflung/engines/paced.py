@@ -116,11 +116,9 @@ class PacedEngine:
         return self._versions[-1]
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        if len(request.ids) + request.params.max_tokens > self._context:
-            raise TooLong(
-                f"{len(request.ids)} tokens and {request.params.max_tokens} more, the context holds {self._context}",
-                where="paced engine",
-            )
+        room = self._context - len(request.ids)
+        if room < 1:
+            raise TooLong(f"{len(request.ids)} ids leave no room in a context of {self._context}", where="generate")
         self._waiting += 1
         try:
             await self._places.acquire()
@@ -128,17 +126,17 @@ class PacedEngine:
             self._waiting -= 1
         self._active += 1
         try:
-            return await self._serve(request)
+            return await self._serve(request, min(room, request.params.max_tokens))
         finally:
             self._active -= 1
             self._places.release()
 
-    async def _serve(self, request: GenerateRequest) -> Completion:
+    async def _serve(self, request: GenerateRequest, most: int) -> Completion:
         if self._closed:
             raise EngineError("the engine is closed", where="paced engine")
         loop = asyncio.get_running_loop()
         start = loop.time()
-        reply = self._reply(request)
+        reply = self._reply(request, most)
         count = len(reply.ids)
         await asyncio.sleep(count / self._rate)
         if self._closed:
@@ -161,8 +159,8 @@ class PacedEngine:
             cached,
         )
 
-    def _reply(self, request: GenerateRequest) -> Reply:
-        """The turn's tokens, fixed by the request's seed and position, at most max_tokens and none after a stop."""
+    def _reply(self, request: GenerateRequest, most: int) -> Reply:
+        """The turn's tokens, fixed by the request's seed and position: at most ``most``, none after a stop."""
         params = request.params
         seed = np.full(1, params.seed % (1 << 64), np.uint64)
         u = float(uniforms(seed, np.array([len(request.ids)], np.uint64))[0])
@@ -171,8 +169,8 @@ class PacedEngine:
             if reply.supports is None and params.top_k:
                 reply = _uniform(reply.ids, self._vocabulary, params)
             stops = np.flatnonzero(np.isin(reply.ids, params.stop_ids))
-            return reply.first(min(params.max_tokens, int(stops[0]) + 1 if stops.size else len(reply.ids)))
-        count = 1 + int(u * params.max_tokens) if params.stop_ids else params.max_tokens
+            return reply.first(min(most, int(stops[0]) + 1 if stops.size else len(reply.ids)))
+        count = 1 + int(u * most) if params.stop_ids else most
         positions = len(request.ids) + 1 + np.arange(count, dtype=np.uint64)
         ids = (uniforms(np.repeat(seed, count), positions) * self._vocabulary).astype(np.int32)
         ids[np.isin(ids, params.stop_ids)] = next(i for i in range(self._vocabulary) if i not in params.stop_ids)

@@ -26,14 +26,18 @@ def announce(role: str, url: str, **more: str) -> None:
     print(json.dumps({"role": role, "url": url, "pid": os.getpid(), **more}), flush=True)
 
 
-async def stop_signal() -> None:
-    """Wait for SIGTERM or SIGINT; a second one ends the process in the usual way."""
+async def stop_signal(broken: asyncio.Event | None = None) -> bool:
+    """Wait for SIGTERM or SIGINT (a second one ends the process in the usual way); false if ``broken`` came first."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    waits = [asyncio.create_task(event.wait()) for event in (stop, broken) if event is not None]
     try:
-        await stop.wait()
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     finally:
+        for wait in waits:
+            wait.cancel()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+    return stop.is_set()

@@ -117,10 +117,10 @@ class Reconciler:
         try:
             async with self._lock:
                 weights = await asyncio.to_thread(self._source.fetch, version)
+            await self._engine.load(version, weights)
         except BadInput:
             self.rejected[version] = self.rejected.get(version, 0) + 1
             raise
-        await self._engine.load(version, weights)
         self._held = version
         self.loads += 1
         self.on_change()

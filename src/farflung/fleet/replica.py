@@ -11,10 +11,12 @@ import aiohttp
 from aiohttp import web
 
 from farflung.core.sampling import Completion, GenerateRequest
-from farflung.engines.base import Engine
+from farflung.engines.base import Engine, EngineError
 from farflung.fleet import wire
 from farflung.fleet.membership import Membership
 from farflung.fleet.reconcile import Reconciler
+
+BROKEN_AFTER = 3
 
 
 @dataclass(slots=True)
@@ -31,7 +33,8 @@ class Replica:
 
     A turn that is asked for again while it is in flight (a retry whose first try is not known to be lost) joins the
     first; another turn of the same session waits for it; a turn that nobody waits for is cancelled. A finished turn
-    leaves nothing behind that a retry could meet, since a request carries the whole session.
+    leaves nothing behind that a retry could meet, since a request carries the whole session. ``broken`` is set when the
+    engine has failed several turns in a row: the process should end and be started again.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class Replica:
         self.capacity = capacity
         self.url = ""
         self.draining = False
+        self.broken = asyncio.Event()
+        self._engine_errors = 0
         self._token = token
         self._reconciler = reconciler
         self._version_seconds = version_seconds
@@ -158,14 +163,18 @@ class Replica:
         except asyncio.CancelledError:
             self._counts["cancelled"] += 1
             raise
-        except Exception:
+        except EngineError:
             self._counts["failed"] += 1
+            self._engine_errors += 1
+            if self._engine_errors >= BROKEN_AFTER:
+                self.broken.set()
             raise
         finally:
             self._inflight -= 1
             if self._inflight == 0:
                 self._idle.set()
         self._counts["turns"] += 1
+        self._engine_errors = 0
         return web.Response(body=completion.encode(), content_type=wire.FRAME)
 
     async def _refusal(self, request: GenerateRequest) -> web.Response | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from farflung.core.episode import Episode
-from farflung.core.errors import BadInput, FarflungError
+from farflung.core.errors import BadInput, FarflungError, InfraError
 from farflung.core.sampling import KvFormat, Source, WeightFormat
 from farflung.engines.base import Engine
 from farflung.fleet import process, wire
@@ -81,7 +81,8 @@ async def _serve(options: ServeOptions, token: str, source: Source, weights: Wei
     try:
         url = await replica.start(options.host, options.port, router=options.router, advertise=options.advertise)
         process.announce("replica", url, replica=source.replica, pool=source.pool)
-        await process.stop_signal()
+        if not await process.stop_signal(replica.broken):
+            raise InfraError("the engine failed again and again; see the log", where=source.replica)
         await replica.drain(options.drain_seconds)
     finally:
         await replica.close()
@@ -99,6 +100,13 @@ def make_engine(options: ServeOptions, source: Source) -> Engine:
         return PacedEngine(
             source, tokens_per_second=options.tokens_per_second, capacity=options.capacity, recording=recording
         )
+    if options.engine == "embedded":
+        import torch
+
+        from farflung.engines.embedded import EmbeddedEngine, EngineOptions
+
+        torch.set_num_threads(options.threads)
+        return EmbeddedEngine.from_folder(Path(options.model), source, EngineOptions(capacity=options.capacity))
     raise BadInput(f"unknown engine {options.engine!r}", where="serve", mend="engines: embedded, paced")
 
 
@@ -132,7 +140,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ServeOptions, str]:
         prog="farflung serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", required=True, help="a folder or Hub id of a Hugging Face causal LM")
+    add("--model", required=True, help="folder of a Hugging Face causal LM")
     add("--pool", default=d.pool, help="the pool's name in every metric")
     add("--replica", default=d.replica, help="this replica's name, different for every replica (default: POOL-PID)")
     add("--weights", default=d.weights, choices=get_args(WeightFormat), help="format that the weights are served in")
