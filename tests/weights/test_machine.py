@@ -154,5 +154,5 @@ class Versions(RuleBasedStateMachine):
             assert equal(Subscriber(self.store, RUN).fetch(len(self.truth) - 1), self.truth[-1])
 
 
-Versions.TestCase.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+Versions.TestCase.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
 TestVersions = Versions.TestCase

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import multiprocessing
 import resource
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -117,25 +117,47 @@ def test_of_many_swaps_at_once_one_wins(store: Store) -> None:
     assert store.read_pointer("run/latest") == str(won.index(True)).encode()
 
 
-def _count_up(root: str, times: int) -> None:
-    store = FolderStore(root)
-    done = 0
-    while done < times:
-        now = store.read_pointer("run/n")
-        try:
-            store.swap_pointer("run/n", now, str(int(now or b"0") + 1).encode())
-        except Conflict:
-            continue
+def test_of_many_puts_at_once_one_wins(store: Store) -> None:
+    if isinstance(store, MemoryStore):
+        pytest.skip("the store in memory is for one thread")
+    start = Barrier(8)
+
+    def put(i: int) -> list[bool]:
+        won = []
+        for key in range(10):
+            start.wait(30)
+            try:
+                store.put(f"run/{key}", str(i).encode())
+            except Conflict:
+                won.append(False)
+            else:
+                won.append(True)
+        return won
+
+    with ThreadPoolExecutor(8) as pool:
+        rows = list(pool.map(put, range(8)))
+    for key in range(10):
+        assert [row[key] for row in rows].count(True) == 1
+        assert rows[int(store.get(f"run/{key}", 1))][key]
+
+
+COUNT_UP = """
+import sys
+from farflung.weights.store import Conflict, FolderStore
+store, done = FolderStore(sys.argv[1]), 0
+while done < 20:
+    now = store.read_pointer("run/n")
+    try:
+        store.swap_pointer("run/n", now, str(int(now or b"0") + 1).encode())
         done += 1
+    except Conflict:
+        pass
+"""
 
 
 def test_no_swap_is_lost_between_processes(tmp_path: Path) -> None:
-    processes = [multiprocessing.get_context("spawn").Process(target=_count_up, args=(str(tmp_path), 20)) for _ in "ab"]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
+    processes = [subprocess.Popen([sys.executable, "-c", COUNT_UP, str(tmp_path)]) for _ in range(2)]
+    assert [process.wait(60) for process in processes] == [0, 0]
     assert FolderStore(tmp_path).read_pointer("run/n") == b"40"
 
 
