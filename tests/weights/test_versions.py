@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 import resource
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -396,3 +398,30 @@ def test_a_run_that_went_back_is_an_error(store: Store) -> None:
     overwrite(store, pointer_key(RUN), old)
     with pytest.raises(Corrupt, match="latest: it went back from version 2 to version 1"):
         subscriber.newest()
+
+
+def test_newest_can_be_asked_while_a_fetch_is_at_work(store: Store) -> None:
+    policy = weights()
+    publisher = Publisher(store, RUN)
+    publisher.publish_base(policy)
+    subscriber = Subscriber(store, RUN)
+    done = Event()
+
+    def ask() -> list[int | None]:
+        seen = [subscriber.newest()]
+        while not done.wait(0.001):
+            seen.append(subscriber.newest())
+        return seen
+
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(ask) for _ in range(3)]
+        try:
+            for version in range(1, 16):
+                step(policy, version)
+                publisher.publish(version, policy)
+                assert equal(subscriber.fetch(version), policy)
+        finally:
+            done.set()
+        for answers in asked:
+            seen = [version for version in answers.result(30) if version is not None]
+            assert seen == sorted(seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -37,7 +38,7 @@ class Held:
 
 
 class Subscriber:
-    """Follows one run. Not for several threads at a time; ``fetch`` takes as long as the store does, so call it from one.
+    """Follows one run. Calls block for as long as the store does; ``newest`` may be asked while ``fetch`` is at work.
 
     What it holds is always one whole version whose hashes are those published; an error leaves it as it was.
     """
@@ -47,6 +48,8 @@ class Subscriber:
         self._run = check_run(run_id)
         self._head: tuple[Ref, Manifest] | None = None
         self._held: Held | None = None
+        self._looking = threading.Lock()
+        self._fetching = threading.Lock()
 
     @property
     def held(self) -> Held | None:
@@ -55,12 +58,7 @@ class Subscriber:
 
     def newest(self) -> int | None:
         """The newest published version, None before the first. Raises Corrupt for a bad or rewound pointer."""
-        head = read_head(self._store, self._run, known=self._head)
-        if self._head is not None and (head is None or head[0].version < self._head[0].version):
-            now = "nothing" if head is None else f"version {head[0].version}"
-            where = f"pointer {pointer_key(self._run)}"
-            raise Corrupt(f"it went back from version {self._head[0].version} to {now}", where=where)
-        self._head = head
+        head = self._look()
         return None if head is None else head[0].version
 
     def fetch(self, version: int) -> dict[str, Tensor]:
@@ -69,24 +67,35 @@ class Subscriber:
         From what it holds over the deltas after it, or from an anchor, whichever is fewer bytes. Raises Missing for a
         version that is not published or was pruned, and Corrupt naming object and tensor for bytes that do not verify.
         """
-        if self._held is None or self._held.ref.version != version:
-            start, steps = self._plan(*self._find(version))
-            for ref, manifest in steps:
-                if start is None:
-                    start = Held(ref, manifest, self._restore(manifest))
-                else:
-                    start = Held(ref, manifest, self._advance(start, manifest))
-            self._held = start
-        assert self._held is not None
-        return self._held.snapshot.tensors()
+        with self._fetching:
+            held = self._held
+            if held is None or held.ref.version != version:
+                held, steps = self._plan(*self._find(version))
+                for ref, manifest in steps:
+                    snapshot = self._restore(manifest) if held is None else self._advance(held, manifest)
+                    held = Held(ref, manifest, snapshot)
+                self._held = held
+            assert held is not None
+            return held.snapshot.tensors()
+
+    def _look(self) -> tuple[Ref, Manifest] | None:
+        """The newest version's manifest."""
+        with self._looking:
+            head = read_head(self._store, self._run, known=self._head)
+            if self._head is not None and (head is None or head[0].version < self._head[0].version):
+                now = "nothing" if head is None else f"version {head[0].version}"
+                where = f"pointer {pointer_key(self._run)}"
+                raise Corrupt(f"it went back from version {self._head[0].version} to {now}", where=where)
+            self._head = head
+            return head
 
     def _find(self, version: int) -> tuple[Ref, Manifest]:
         """A version's manifest, from the newest one back over parents, in strides from anchor to anchor."""
-        newest = self.newest()
-        if self._head is None or newest is None or not 0 <= version <= newest:
-            state = "nothing is published yet" if newest is None else f"the newest is {newest}"
+        head = self._look()
+        if head is None or not 0 <= version <= head[0].version:
+            state = "nothing is published yet" if head is None else f"the newest is {head[0].version}"
             raise Missing(f"version {version} does not exist; {state}", where=f"run {self._run}")
-        ref, manifest = self._head
+        ref, manifest = head
         while ref.version > version:
             ref = [parent for parent in manifest.parents if parent.version >= version][-1]
             manifest = self._manifest(ref, wanted=version)
