@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from farflung.core.errors import BadInput
 from farflung.core.process import patience
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_VERSION = -1
+T = TypeVar("T")
 
 
 class WeightsSource(Protocol):
@@ -54,6 +56,7 @@ class Reconciler:
         self.on_change: Callable[[], None] = lambda: None
         self._held = NO_VERSION
         self._lock = asyncio.Lock()
+        self._asked: float | None = None
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self.ready = asyncio.Event()
@@ -93,8 +96,7 @@ class Reconciler:
 
     async def look(self) -> int:
         """A fresh look at the pointer; it waits for a fetch that goes on."""
-        async with self._lock:
-            newest = await asyncio.to_thread(self._source.newest)
+        newest = await self._ask(self._source.newest)
         self.newest = NO_VERSION if newest is None else newest
         return self.newest
 
@@ -111,12 +113,21 @@ class Reconciler:
             "failures": self.failures,
             "rejected": {str(version): count for version, count in self.rejected.items()},
             "last_error": self.last_error,
+            "store_busy_seconds": round(time.monotonic() - self._asked, 1) if self._asked is not None else 0.0,
         }
+
+    async def _ask(self, call: Callable[[], T]) -> T:
+        """One call to the store, in a thread of its own; a store that hangs shows in the counters."""
+        async with self._lock:
+            self._asked = time.monotonic()
+            try:
+                return await asyncio.to_thread(call)
+            finally:
+                self._asked = None
 
     async def _advance(self, version: int) -> None:
         try:
-            async with self._lock:
-                weights = await asyncio.to_thread(self._source.fetch, version)
+            weights = await self._ask(lambda: self._source.fetch(version))
             await self._engine.load(version, weights)
         except BadInput:
             self.rejected[version] = self.rejected.get(version, 0) + 1

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from farflung.core.episode import Episode
 from farflung.core.errors import BadInput, FarflungError, InfraError
@@ -38,7 +38,7 @@ class ServeOptions:
     replica: str = ""
     weights: WeightFormat = "bf16"
     kv: KvFormat = "bf16"
-    engine: str = "embedded"
+    engine: Literal["embedded", "paced"] = "embedded"
     capacity: int = 16
     store: str | None = None
     run_id: str | None = None
@@ -60,6 +60,12 @@ class ServeOptions:
             raise BadInput(
                 "a weight store needs a run id and a run id a store", where="serve", mend="--store and --run-id"
             )
+        if self.router is not None and self.host in ("", "0.0.0.0", "::") and self.advertise is None:
+            raise BadInput(
+                f"the router cannot reach {self.host!r}", where="serve", mend="add --advertise http://HOST:PORT"
+            )
+        if self.replay is not None and not self.replay.is_dir():
+            raise BadInput("no such folder", where=f"--replay {self.replay}")
         if self.replay is not None and self.engine != "paced":
             raise BadInput("--replay is for --engine paced", where="serve")
 
@@ -100,14 +106,12 @@ def make_engine(options: ServeOptions, source: Source) -> Engine:
         return PacedEngine(
             source, tokens_per_second=options.tokens_per_second, capacity=options.capacity, recording=recording
         )
-    if options.engine == "embedded":
-        import torch
+    import torch
 
-        from farflung.engines.embedded import EmbeddedEngine, EngineOptions
+    from farflung.engines.embedded import EmbeddedEngine, EngineOptions
 
-        torch.set_num_threads(options.threads)
-        return EmbeddedEngine.from_folder(Path(options.model), source, EngineOptions(capacity=options.capacity))
-    raise BadInput(f"unknown engine {options.engine!r}", where="serve", mend="engines: embedded, paced")
+    torch.set_num_threads(options.threads)
+    return EmbeddedEngine.from_folder(Path(options.model), source, EngineOptions(capacity=options.capacity))
 
 
 def _weights(options: ServeOptions) -> WeightsSource | None:
