@@ -59,14 +59,17 @@ def run(argv: Sequence[str]) -> int:
 
 def _train(folder: Path) -> int:
     """Run what lies in ``folder`` to its end; 130 if it was stopped by hand."""
+    from farflung.run.workspace import Workspace
+
+    space = Workspace.open(folder)
+
     from rich.console import Console
 
     from farflung.report import draw_report
     from farflung.run.train import train
-    from farflung.run.workspace import Workspace
 
     console = Console()
-    outcome = train(Workspace.open(folder), console=console)
+    outcome = train(space, console=console)
     page = draw_report(folder)
     console.print(f"update {outcome.update}, {outcome.wall_s:.0f} s; report: {page}", highlight=False)
     if outcome.stopped:
