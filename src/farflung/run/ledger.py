@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from farflung.core.episode import DropCause, Episode
-from farflung.core.errors import BadInput, Corrupt, FarflungError
+from farflung.core.errors import Corrupt, FarflungError
 from farflung.core.metrics import UpdateMetrics
 
 SCHEMA = """
@@ -296,12 +296,6 @@ class Ledger:
             "SELECT AVG(reward) FROM (SELECT reward FROM episodes ORDER BY created_at DESC LIMIT ?)", (episodes,)
         ).fetchone()
         return float(row[0] or 0.0)
-
-
-def require_run(run_dir: Path) -> None:
-    """Raises BadInput unless ``run_dir`` holds a run."""
-    if not (run_dir / "ledger.sqlite").is_file() or not (run_dir / "recipe.json").is_file():
-        raise BadInput("no run is here (ledger.sqlite and recipe.json are missing)", where=str(run_dir))
 
 
 def _write_durably(path: Path, raw: bytes) -> None:

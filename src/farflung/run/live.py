@@ -91,7 +91,7 @@ class PlainView:
         self._console.print(
             f"[{_clock(snapshot.elapsed)}] update {snapshot.update}/{snapshot.updates}{numbers}"
             f"  episodes {snapshot.episodes}  queue {snapshot.buffer.get('ready', 0)} groups{left}",
-            highlight=False, markup=False,
+            highlight=False, markup=False, soft_wrap=True,
         )  # fmt: skip
 
     def close(self) -> None:

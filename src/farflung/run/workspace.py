@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from farflung.config import Recipe, dump_recipe
 from farflung.core.errors import BadInput, Corrupt
-from farflung.run.ledger import require_run
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
@@ -71,11 +70,12 @@ class Workspace:
     @staticmethod
     def open(path: Path) -> Workspace:
         """An existing run. Raises BadInput if there is none."""
-        require_run(path)
         where = str(path / "recipe.json")
         try:
             facts = json.loads((path / "recipe.json").read_text())
             return Workspace(path, Recipe.model_validate(facts["recipe"]), Path(facts["model"]), str(facts["run_id"]))
+        except OSError:
+            raise BadInput("no run is here: recipe.json is missing", where=str(path)) from None
         except (ValueError, KeyError, ValidationError) as error:
             raise Corrupt(f"not a run's recipe: {error}", where=where) from None
 
