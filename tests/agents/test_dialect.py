@@ -200,6 +200,21 @@ def test_templates_that_rewrite_history_are_refused(tmp_path) -> None:
         Dialect.load(save(tmp_path, CHATML.replace("<|im_end|>", "[end]")))
 
 
+def test_templates_may_leave_a_newline_out_at_the_end_and_end_turns_with_several_tokens() -> None:
+    last = (
+        "{%- if loop.last %}{{- '<|im_end|>' }}{%- else %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endif %}{%- endfor %}"
+    )
+    template = HERMES.replace(HERMES[HERMES.rindex("{%- if loop.last or") : HERMES.index("{%- if add_gen")], last)
+    d = Dialect(tokenizer(), template, {})
+    observed = d.decode(d.observation("x", d.reply("ls")))
+    assert observed == "\n<|im_start|>user\n<tool_response>\nx\n</tool_response><|im_end|><|im_start|>assistant\n"
+
+    doubled = CHATML.replace("'<|im_end|>'", "'<|end|><|im_end|>'")
+    assert Dialect(tokenizer(), doubled, {}).stop_ids == (tokenizer().token_to_id("<|end|>"),)
+    real_stop = tokenizer().token_to_id("<|im_end|>")
+    assert Dialect(tokenizer(), doubled, {}, stop_ids=[real_stop]).stop_ids == (real_stop,)
+
+
 def test_a_folder_is_read_as_transformers_writes_it(tmp_path) -> None:
     from transformers import AutoTokenizer
 

@@ -69,7 +69,7 @@ class Dialect:
         self._where = where
         self.tool_format: ToolFormat = calls.detect(template) if tool_format == "auto" else tool_format
         self._tools = [BASH_TOOL] if self.tool_format != "fenced" and "tools" in template else None
-        self._end, end_id = self._find_end()
+        self._end, end_id = self._find_end(stop_ids)
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((end_id, *stop_ids)))
         self._verify()
 
@@ -109,8 +109,7 @@ class Dialect:
 
     def observation(self, text: str, after: Int32) -> Int32:
         """What follows the reply that ends ``after``: the output of its command, up to where the next reply starts."""
-        role = "user" if self.tool_format == "fenced" else "tool"
-        return self._suffix({"role": role, "name": "bash", "content": self._escape(text)}, after)
+        return self._suffix(self._result(self._escape(text)), after)
 
     def correction(self, reason: Reason, after: Int32) -> Int32:
         """What follows a reply without a usable call."""
@@ -172,6 +171,18 @@ class Dialect:
         tool_calls = [{"id": "call00000", "type": "function", "function": call}]
         return {"role": "assistant", "content": "", "tool_calls": tool_calls}
 
+    def _result(self, text: str) -> Message:
+        """A command's output, as the template wants to see it."""
+        return (
+            {"role": "user", "content": text}
+            if self.tool_format == "fenced"
+            else {
+                "role": "tool",
+                "name": "bash",
+                "content": text,
+            }
+        )
+
     def _suffix(self, message: Message, after: Int32) -> Int32:
         """Ids of ``message`` and of the opening of the reply to it; they begin with the end token if ``after`` lacks it."""
         text = self._suffix_text([*_opening("", "TASK"), self._dummy(_MARKS[0]), message], _MARKS[0])
@@ -209,32 +220,39 @@ class Dialect:
 
     # Checks
 
-    def _find_end(self) -> tuple[str, int]:
-        """The control token that ends an assistant turn, as text and id."""
+    def _find_end(self, stop_ids: Sequence[int]) -> tuple[str, int]:
+        """The control token that ends an assistant turn, as text and id: the first after it, a known stop before others."""
         rendered = self._render([*_opening("", "TASK"), {"role": "assistant", "content": _MARKS[0]}], reply_next=False)
         tail = rendered.rpartition(_MARKS[0])[2]
         added = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
-        found = [(tail.find(text), -len(text), text) for text in added if text.strip() and text in tail]
+        found = [
+            (added[text] not in stop_ids, tail.find(text), -len(text), text)
+            for text in added
+            if text.strip() and text in tail
+        ]
         if not found:
             raise BadInput("the chat template ends an assistant turn without a token of its own", where=self._where)
-        end = min(found)[2]
+        end = min(found)[3]
         return end, added[end]
 
     def _verify(self) -> None:
-        """The transcript of two turns must begin with the opening and grow by the same suffixes at any depth."""
+        """The transcript of two turns must begin with the opening and grow by the same suffixes at any depth.
+
+        Thinking and blanks may differ: several templates leave a newline out after what is last.
+        """
         opening = _opening(self.instructions(), "TASK")
         first, second = self._dummy(_MARKS[0]), self._dummy(_MARKS[1])
-        for role in ("user",) if self.tool_format == "fenced" else ("user", "tool"):
-            message = {"role": role, "name": "bash", "content": "MESSAGE"}
+        for message in ({"role": "user", "content": "MESSAGE"}, self._result("MESSAGE")):
+            role = message["role"]
             rendered = self._render([*opening, first, message, second, message], reply_next=True)
             suffix = self._suffix_text([*opening, first, message], _MARKS[0])
             grown = rendered[self._after_reply(rendered, _MARKS[0]) :]
-            start = _THINKING.sub("", self._render(opening, reply_next=True))
-            if not rendered.startswith(start) or "MESSAGE" not in suffix:
+            start = _bare(self._render(opening, reply_next=True))
+            if not _bare(rendered).startswith(start) or "MESSAGE" not in suffix:
                 raise self._rewrites("moves or leaves out what came before the first reply")
-            if not grown.startswith(_THINKING.sub("", suffix)):
+            if not _bare(grown).startswith(_bare(suffix)):
                 raise self._rewrites(f"shows an earlier {role} message differently later on")
-            if grown[self._after_reply(grown, _MARKS[1]) :] != suffix:
+            if _bare(grown[self._after_reply(grown, _MARKS[1]) :]) != _bare(suffix):
                 raise self._rewrites(f"shows a {role} message differently in later turns")
             if self._suffix_text([*_opening("", "TASK"), first, message], _MARKS[0]) != suffix:
                 raise self._rewrites(f"shows a {role} message differently without a system message")
@@ -257,6 +275,11 @@ class Dialect:
 def _opening(system: str, user: str) -> list[Message]:
     messages = [{"role": "system", "content": system}] if system else []
     return [*messages, {"role": "user", "content": user}]
+
+
+def _bare(text: str) -> str:
+    """Without blanks, and without the start of thinking at its end."""
+    return "".join(_THINKING.sub("", text).split())
 
 
 def _json(path: Path) -> dict[str, Any]:
