@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from farflung.fleet.replica import Replica
 from farflung.fleet.router import RouterServer
 
 TOKEN = "a-token-for-tests"
-FAST = RouterConfig(turn_seconds=5.0, retry_seconds=5.0, heartbeat_seconds=0.1)
+QUIET = RouterConfig(turn_seconds=30.0, retry_seconds=30.0, heartbeat_seconds=0.5)
 
 
 def request(session: str = "s", *, max_tokens: int = 4, min_version: int = 0, length: int = 3) -> GenerateRequest:
@@ -42,9 +43,12 @@ class Weights:
         self.pointer = pointer
         self.bad: dict[int, Exception] = {}
         self.down = False
+        self.hanging = threading.Event()
+        self.hanging.set()
         self.fetched: list[int] = []
 
     def newest(self) -> int | None:
+        self.hanging.wait()
         if self.down:
             raise InfraError("the store is down")
         return self.pointer
@@ -59,7 +63,7 @@ class Weights:
 class Fleet:
     """A router and replicas in this process, each with its own server on its own port."""
 
-    def __init__(self, config: RouterConfig = FAST) -> None:
+    def __init__(self, config: RouterConfig = QUIET) -> None:
         self.config = config
         self.server = RouterServer(TOKEN, config)
         self.replicas: dict[str, Replica] = {}
@@ -107,7 +111,7 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(config: RouterConfig = FAST) -> AsyncIterator[Fleet]:
+async def fleet(config: RouterConfig = QUIET) -> AsyncIterator[Fleet]:
     one = Fleet(config)
     await one.start()
     try:

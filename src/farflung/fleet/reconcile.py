@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from farflung.core.errors import BadInput
 from farflung.core.process import patience
@@ -23,7 +25,7 @@ T = TypeVar("T")
 
 
 class WeightsSource(Protocol):
-    """What a replica needs of the weight store; both calls may block and raise, and are made one at a time."""
+    """What a replica needs of the weight store; both calls may block and raise, and ``newest`` is asked while ``fetch`` is at work."""
 
     def newest(self) -> int | None:
         """The version that the pointer names, None before the first."""
@@ -55,8 +57,9 @@ class Reconciler:
         self._limit = backoff_limit
         self.on_change: Callable[[], None] = lambda: None
         self._held = NO_VERSION
-        self._lock = asyncio.Lock()
-        self._asked: float | None = None
+        self._looking = asyncio.Lock()
+        self._queued: asyncio.Task[int] | None = None
+        self._calls: set[float] = set()
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
         self.ready = asyncio.Event()
@@ -95,8 +98,16 @@ class Reconciler:
                 continue
 
     async def look(self) -> int:
-        """A fresh look at the pointer; it waits for a fetch that goes on."""
-        newest = await self._ask(self._source.newest)
+        """A look at the pointer that begins after this call; those who wait for the same one share it."""
+        if self._queued is None:
+            self._queued = asyncio.create_task(self._look())
+            self._queued.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._queued)
+
+    async def _look(self) -> int:
+        async with self._looking:
+            self._queued = None
+            newest = await self._ask(self._source.newest)
         self.newest = NO_VERSION if newest is None else newest
         return self.newest
 
@@ -113,17 +124,36 @@ class Reconciler:
             "failures": self.failures,
             "rejected": {str(version): count for version, count in self.rejected.items()},
             "last_error": self.last_error,
-            "store_busy_seconds": round(time.monotonic() - self._asked, 1) if self._asked is not None else 0.0,
+            "store_busy_seconds": round(time.monotonic() - min(self._calls), 1) if self._calls else 0.0,
         }
 
     async def _ask(self, call: Callable[[], T]) -> T:
-        """One call to the store, in a thread of its own; a store that hangs shows in the counters."""
-        async with self._lock:
-            self._asked = time.monotonic()
+        """One call to the store. Its thread is a daemon, so that a store that hangs cannot keep the process from ending;
+        until then it shows in the counters."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def settle(value: T | None, error: Exception | None) -> None:
+            if not answer.done():
+                answer.set_exception(error) if error is not None else answer.set_result(cast(T, value))
+
+        def work() -> None:
+            value: T | None = None
+            problem: Exception | None = None
             try:
-                return await asyncio.to_thread(call)
-            finally:
-                self._asked = None
+                value = call()
+            except Exception as error:
+                problem = error
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(settle, value, problem)
+
+        began = time.monotonic()
+        self._calls.add(began)
+        threading.Thread(target=work, daemon=True, name="weight-store").start()
+        try:
+            return await answer
+        finally:
+            self._calls.discard(began)
 
     async def _advance(self, version: int) -> None:
         try:
