@@ -141,6 +141,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for name, w in (("nvfp4", 2), ("fp8", 1), ("bf16", 1.2))
         }
         ledger.add_pools(status)
+    ledger.add_machine(2_400_000_000, 100.0)
     _spread_times(folder, ledger)
     ledger.add_evaluation("before", evaluation(0.34, 0.58))
     ledger.add_evaluation("after", evaluation(0.71, 0.83))

@@ -80,6 +80,7 @@ class RunData:
     episodes: tuple[EpisodeRow, ...]
     groups: Mapping[str, int]
     seconds: float
+    peak_rss_bytes: int = 0
     events: tuple[tuple[float, str, str], ...] = field(default=())
 
     @property
@@ -172,6 +173,7 @@ def _read(db: sqlite3.Connection, folder: Path, recipe: Recipe, model: Path) -> 
         ),
         groups=dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state")),
         seconds=max(0.0, float(last or began) - began),
+        peak_rss_bytes=int(db.execute("SELECT COALESCE(MAX(rss_bytes), 0) FROM machine").fetchone()[0]),
         events=tuple(
             (at - began, kind, detail)
             for at, kind, detail in db.execute("SELECT at, kind, detail FROM events ORDER BY at DESC LIMIT 200")

@@ -87,12 +87,11 @@ def _lead(run: RunData) -> str:
 def _facts(run: RunData) -> list[tuple[str, str]]:
     whole = total(run)
     dropped = sum(drop.final for drop in run.drops)
-    last = run.updates[-1] if run.updates else None
     return [
         (f"{len(run.updates)} / {run.recipe.run.updates}", "updates"),
         (f"{sum(e.count for e in run.endings):,}", "episodes finished"),
         (clock(run.seconds), "from first group to last event"),
-        (percent(last.all.reward) if last else "–", "reward in the last batch"),
+        (f"{run.peak_rss_bytes / 2**30:.1f} GiB", "of memory at most, all processes"),
         (f"{whole.staleness:.1f}", f"versions of staleness on average, {whole.staleness_max} at most"),
         (str(dropped), "episodes dropped"),
         (number(sum(rate(points) for points in run.pools.values())), "sampled tokens per second"),
