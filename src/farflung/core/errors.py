@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class FarflungError(Exception):
     """An error for a person: what is wrong, where, and how to mend it."""
@@ -28,3 +30,13 @@ class InfraError(FarflungError):
 
 class Corrupt(BadInput):
     """Bytes that do not hash, parse or fit what they claim to be."""
+
+
+def disk_full(error: BaseException) -> bool:
+    """Whether an error of the operating system or of SQLite says that there is no room left."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return type(error).__module__ == "sqlite3" and "full" in str(error)
+
+
+DISK_FULL = "the disk is full"

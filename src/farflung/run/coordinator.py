@@ -6,7 +6,6 @@ Whatever it answers with 200 is durable. It keeps no state that the ledger does 
 from __future__ import annotations
 
 import asyncio
-import errno
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -19,7 +18,7 @@ from aiohttp import web
 from farflung.config import Recipe, dump_recipe
 from farflung.core import frame
 from farflung.core.episode import DropCause, Episode
-from farflung.core.errors import BadInput, FarflungError
+from farflung.core.errors import DISK_FULL, BadInput, FarflungError, disk_full
 from farflung.core.metrics import UpdateMetrics
 from farflung.run.buffer import Buffer
 from farflung.run.ledger import Ledger
@@ -53,6 +52,11 @@ class Coordinator:
         self._ending = True
         self._notify()
 
+    def halt(self, reason: str) -> None:
+        """The run cannot go on; what is in the ledger stays."""
+        self.halted = self.halted or reason
+        self._notify()
+
     def worker_died(self, worker: str) -> int:
         """Hand out again what a dead worker was sampling."""
         self._workers.pop(worker, None)
@@ -70,6 +74,7 @@ class Coordinator:
         app.router.add_post("/v1/drops", self._post_drop)
         app.router.add_post("/v1/batches", self._post_batch)
         app.router.add_post("/v1/updates", self._post_update)
+        app.router.add_post("/v1/halts", self._post_halt)
         return app
 
     def status(self) -> dict[str, Any]:
@@ -95,12 +100,10 @@ class Coordinator:
         except FarflungError as error:
             return web.json_response({"error": str(error), "kind": type(error).__name__}, status=400)
         except (OSError, sqlite3.OperationalError) as error:
-            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            if full or "full" in str(error):
-                self.halted = "the disk is full"
-                self._notify()
-                return web.json_response({"error": self.halted, "kind": "disk_full"}, status=507)
-            raise
+            if not disk_full(error):
+                raise
+            self.halt(DISK_FULL)
+            return web.json_response({"error": self.halted, "kind": "disk_full"}, status=507)
 
     async def _get_recipe(self, request: web.Request) -> web.Response:
         return web.json_response({"recipe": dump_recipe(self._recipe), **self._facts})
@@ -179,6 +182,10 @@ class Coordinator:
             recorded = self._ledger.commit_update(metrics, published)
         self._notify()
         return web.json_response({"recorded": recorded})
+
+    async def _post_halt(self, request: web.Request) -> web.Response:
+        self.halt(str((await _json(request)).get("reason", "a worker cannot go on")))
+        return web.json_response({})
 
     # Waiting
 

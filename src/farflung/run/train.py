@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sqlite3
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import aiohttp
 from rich.console import Console
 
 from farflung.config import PoolConfig, Recipe
-from farflung.core.errors import FarflungError
+from farflung.core.errors import DISK_FULL, FarflungError, disk_full
 from farflung.core.metrics import UpdateMetrics
 from farflung.fleet import wire
 from farflung.run.buffer import Buffer
@@ -48,7 +49,12 @@ def train(space: Workspace, *, console: Console | None = None, meter: Meter | No
     console = console or Console()
     checked = preflight(space)
     with space.locked():
-        return asyncio.run(_Run(space, checked, console, meter or Meter()).go())
+        try:
+            return asyncio.run(_Run(space, checked, console, meter or Meter()).go())
+        except (OSError, sqlite3.OperationalError) as error:
+            if not disk_full(error):
+                raise
+            raise _cannot_go_on(space, DISK_FULL) from None
 
 
 class _Run:
@@ -84,11 +90,7 @@ class _Run:
             if reason is None:
                 await self._processes.wait("trainer", FINISH_SECONDS)
             if self._coordinator.halted:
-                raise FarflungError(
-                    self._coordinator.halted,
-                    where=str(self._space.path),
-                    mend=f"mend it, then: farflung train --resume {self._space.path}",
-                )
+                raise _cannot_go_on(self._space, self._coordinator.halted)
             return Outcome(self._ledger.last_update(), time.monotonic() - self._began, self._meter.peak, reason)
         finally:
             await self._processes.stop(order=("trainer", "rollout"))
@@ -220,7 +222,13 @@ class _Run:
 
     def _event(self, kind: str, detail: str) -> None:
         self._note = f"{kind.replace('_', ' ')}: {detail}"
-        self._ledger.add_event(kind, detail)
+        with contextlib.suppress(sqlite3.Error):  # what is only for people must not stop the run
+            self._ledger.add_event(kind, detail)
+
+
+def _cannot_go_on(space: Workspace, reason: str) -> FarflungError:
+    mend = f"nothing finished is lost; mend it, then: farflung train --resume {space.path}"
+    return FarflungError(reason, where=str(space.path), mend=mend)
 
 
 def capacity_shares(recipe: Recipe) -> dict[str, float]:

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from farflung.config import Recipe
-from farflung.core.errors import Corrupt, FarflungError
+from farflung.core.errors import DISK_FULL, Corrupt, FarflungError, InfraError, disk_full
 from farflung.core.metrics import UpdateMetrics
 from farflung.core.process import die_with_parent
 from farflung.run.client import RunClient, RunOver
@@ -43,7 +43,16 @@ def main() -> None:
         die_with_parent(int(parent))
     client = RunClient(args.run, args.token_file.read_text().strip())
     facts = client.get("/v1/recipe")
-    train(client, Recipe.model_validate(facts["recipe"]), Path(facts["model"]), facts["run_id"], args.dir)
+    try:
+        train(client, Recipe.model_validate(facts["recipe"]), Path(facts["model"]), facts["run_id"], args.dir)
+    except RunOver:
+        print("the run is over", flush=True)
+    except (FarflungError, OSError) as error:
+        if isinstance(error, InfraError) or not (isinstance(error, FarflungError) or disk_full(error)):
+            raise  # starting again may help
+        reason = str(error) if isinstance(error, FarflungError) else DISK_FULL
+        client.post("/v1/halts", {"reason": f"the trainer cannot go on: {reason}"})
+        raise SystemExit(0) from None
 
 
 def train(client: RunClient, recipe: Recipe, model: Path, run_id: str, run_dir: Path) -> None:
