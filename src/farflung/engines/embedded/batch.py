@@ -24,7 +24,6 @@ _ROW = np.dtype(
         ("remaining", "i8"),  # tokens that may still be sampled
         ("made", "i8"),  # tokens that were sampled
         ("candidates", "i8"),  # entries of the recorded supports
-        ("seed", "u8"),
         ("temperature", "f8"),
         ("top_p", "f8"),
         ("top_k", "i8"),
@@ -65,9 +64,11 @@ class Batch:
         self.cache = cache
         self.turns: list[Turn] = []
         self._table = np.zeros(capacity, _ROW)
-        self._rows: dict[str, npt.NDArray[Any]] = {name: self._table[name] for name in _ROW.names or ()}
+        self._rows = _columns(self._table)
+        self._active = _columns(self._table[:0])
         self._stops = np.full((capacity, 1), -1, np.int64)
         # Per sampled token, and per recorded candidate; the second axis grows by doubling.
+        self._uniforms = np.zeros((capacity, 64), np.float64)
         self._ids = np.zeros((capacity, 64), np.int32)
         self._logprobs = np.zeros((capacity, 64), np.float32)
         self._versions = np.zeros((capacity, 64), np.int32)
@@ -85,13 +86,17 @@ class Batch:
         self.cache.reserve(row + 1, length + 1)
         self.cache.write(row, kv)
         self._table[row] = (
-            length, turn.request.ids[-1], turn.budget, 0, 0, params.seed & (2**64 - 1),
-            params.temperature, params.top_p, params.top_k,
+            length, turn.request.ids[-1], turn.budget, 0, 0, params.temperature, params.top_p, params.top_k,
         )  # fmt: skip
+        # Known from the start, since they depend on nothing but the seed and a token's place in the sequence.
+        places = np.arange(length + 1, length + 1 + turn.budget, dtype=np.uint64)
+        self._uniforms = _wider(self._uniforms, turn.budget)
+        self._uniforms[row, : turn.budget] = uniforms(np.full_like(places, params.seed & (2**64 - 1)), places)
         self._stops = _wider(self._stops, len(params.stop_ids), fill=-1)
         self._stops[row] = -1
         self._stops[row, : len(params.stop_ids)] = params.stop_ids
         self.turns.append(turn)
+        self._active = _columns(self._table[: row + 1])
 
     def leave(self, row: int) -> Turn:
         """Free a row; the last one takes its place."""
@@ -101,12 +106,14 @@ class Batch:
             made, candidates = int(self._rows["made"][last]), int(self._rows["candidates"][last])
             for array in (self._ids, self._logprobs, self._versions, self._counts):
                 array[row, :made] = array[last, :made]
+            self._uniforms[row] = self._uniforms[last]
             for array in (self._support_ids, self._support_logprobs):
                 array[row, :candidates] = array[last, :candidates]
             self._table[row] = self._table[last]
             self._stops[row] = self._stops[last]
         turn, self.turns[row] = self.turns[row], self.turns[last]
         self.turns.pop()
+        self._active = _columns(self._table[:last])
         return turn
 
     def fed(self, row: int) -> Int32:
@@ -130,23 +137,19 @@ class Batch:
 
     def step(self, weights: Weights, version: int, device: torch.device) -> tuple[list[int], list[int]]:
         """One token for every row. Returns the rows that are finished, and those whose logits were not finite."""
-        n = len(self.turns)
-        rows = {name: column[:n] for name, column in self._rows.items()}
-        lengths = rows["length"]
+        n, rows = len(self.turns), self._active
+        lengths, last, made = rows["length"], rows["last"], rows["made"]
         self.cache.reserve(n, int(lengths.max()) + 1)
         self.cache.begin(lengths)
-        ids, positions = (torch.from_numpy(rows[name].copy()).to(device) for name in ("last", "length"))
+        ids, positions = torch.from_numpy(last.copy()).to(device), torch.from_numpy(lengths.copy()).to(device)
         hidden = self._decoder.hidden(weights, ids, positions, self.cache.attend)
         assert hidden is not None
         logits = self._decoder.logits(weights, hidden)
-        lengths += 1
-        drawn = draw(
-            logits,
-            Rules(rows["temperature"], rows["top_p"], rows["top_k"]),
-            uniforms(rows["seed"], lengths.astype(np.uint64)),
-        )
+        rules = Rules(rows["temperature"], rows["top_p"], rows["top_k"])
+        drawn = draw(logits, rules, self._uniforms[np.arange(n), made])
         self._record(drawn, version)
-        rows["last"][:] = drawn.ids
+        lengths += 1
+        last[:] = drawn.ids
         rows["remaining"] -= 1
         bad = np.isnan(drawn.logprobs)
         done = (rows["remaining"] <= 0) | (self._stops[:n] == drawn.ids[:, None]).any(-1)
@@ -181,6 +184,10 @@ class Batch:
             self._support_logprobs[row, column] = drawn.support_logprobs
             candidates += drawn.counts
         made += 1
+
+
+def _columns(table: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:
+    return {name: table[name] for name in _ROW.names or ()}
 
 
 def _wider(array: npt.NDArray[Any], width: int, fill: int = 0) -> npt.NDArray[Any]:

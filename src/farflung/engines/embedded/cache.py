@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farflung.core.supports import Int32
+from farflung.core.supports import Int32, Int64
 from farflung.engines.embedded.architecture import Architecture
 
 _STEP = 16
@@ -106,6 +106,8 @@ class RowCache:
         self._flat = [self._kv[i].view(-1, a.head_dim) for i in range(a.layers)]
         heads = np.arange(2 * a.kv_heads)
         self._slots = (np.arange(self._rows)[:, None] * len(heads) + heads) * self._length
+        self._starts = np.arange(self._rows) * self._length
+        self._flat_mask = self._mask.view(-1)
         self._seen = (0, 0)
 
     def write(self, row: int, kv: Tensor) -> None:
@@ -119,19 +121,18 @@ class RowCache:
         """A view of a row's first ``length`` tokens, ``kv_shape(length)``."""
         return self._kv[:, row, :, :length]
 
-    def begin(self, lengths: np.ndarray) -> None:
-        """lengths [n] int64: tokens that each of the first n rows holds already; the next one is stored behind them."""
-        n = len(lengths)
-        extent = -(-(int(lengths.max()) + 1) // _STEP) * _STEP
+    def begin(self, lengths: Int64) -> None:
+        """lengths [n]: tokens that each of the first n rows holds already; the next one is stored behind them."""
+        n, extent = len(lengths), -(-(int(lengths.max()) + 1) // _STEP) * _STEP
         if self._seen != (n, extent):
             keys = self._a.kv_heads
             self._keys = [layer[:n, :keys, :extent] for layer in self._kv]
             self._values = [layer[:n, keys:, :extent] for layer in self._kv]
             self._mask_view = self._mask[:n, None, None, :extent]
             self._seen = (n, extent)
-        places = torch.from_numpy(np.arange(n) * self._length + lengths).to(self._device)
-        self._mask.view(-1).index_fill_(0, places, 0.0)
         self._index = torch.from_numpy((self._slots[:n] + lengths[:, None]).reshape(-1)).to(self._device)
+        places = torch.from_numpy(self._starts[:n] + lengths).to(self._device)
+        self._flat_mask.index_fill_(0, places, 0.0)
 
     def attend(self, layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
         a = self._a

@@ -74,8 +74,10 @@ class Decoder:
         return F.linear(_rms_norm(hidden, weights.final_gain, self._floor), weights.head).float()
 
 
-def _rms_norm(x: Tensor, gain: Tensor, floor: Tensor) -> Tensor:
+def _rms_norm(x: Tensor, gain: Tensor | None, floor: Tensor) -> Tensor:
     size = torch.hypot(torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32), floor)
+    if gain is None:
+        return x / size
     return (x / size).mul_(gain).to(x.dtype)
 
 

@@ -20,6 +20,7 @@ from farflung.core.supports import Float32, Int32, Int64
 Float64 = npt.NDArray[np.float64]
 
 _BLOCK = 256
+_NO_IDS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +69,24 @@ def _draw_mixed(logits: Tensor, rules: Rules, uniforms: Float64, bounded: npt.ND
 
 
 def _draw_bounded(logits: Tensor, rules: Rules, uniforms: Float64) -> Draw:
-    width = min(int(rules.top_k.max()), logits.shape[1])
-    top, top_ids = logits.topk(width, -1)
-    # [n, width] float64, relative to each row's largest: exp of it is an unnormalised probability.
-    relative = (top - top[:, :1]).cpu().numpy().astype(np.float64)
-    mass = np.exp(relative)
-    keep = np.arange(width) < rules.top_k[:, None]
-    if (rules.top_p < 1).any():
-        total = logits.sub_(top[:, :1]).exp_().sum(-1).cpu().numpy().astype(np.float64)
-        before = np.cumsum(mass, -1) - mass
-        keep &= (before < (rules.top_p * total)[:, None]) | (rules.top_p >= 1)[:, None]
-    mass *= keep
+    probabilities, candidates = logits.softmax(-1).topk(min(int(rules.top_k.max()), logits.shape[1]), -1)
+    mass, ids = probabilities.cpu().numpy().astype(np.float64), candidates.cpu().numpy()
+    # In the shortest prefix that reaches top_p, what comes before each entry does not reach it yet. The rounded sum over
+    # everything may be a little below 1, so top_p 1 is spelled out. What float32 rounds to 0 is never drawn: no candidate.
+    before = np.cumsum(mass, -1) - mass
+    keep = (before < rules.top_p[:, None]) | (rules.top_p[:, None] == 1)
+    keep &= (np.arange(mass.shape[1]) < rules.top_k[:, None]) & (mass > 0)
+    keep[:, 0] = True
+    mass[~keep] = 0
     cumulative = np.cumsum(mass, -1)
-    logprobs = (relative - np.log(cumulative[:, -1:])).astype(np.float32)
+    total = cumulative[:, -1]
     counts = keep.sum(-1)
-    rows = np.arange(len(counts))
-    target = uniforms * cumulative[:, -1]
-    chosen = np.minimum((cumulative <= target[:, None]).sum(-1), counts - 1)
-    ids = top_ids.cpu().numpy()
-    return Draw(ids[rows, chosen], logprobs[rows, chosen], counts, ids[keep].astype(np.int32), logprobs[keep])
+    chosen = np.minimum((cumulative <= (uniforms * total)[:, None]).sum(-1), counts - 1)
+    row_of, _ = keep.nonzero()
+    support = np.log(mass[keep] / total[row_of]).astype(np.float32)
+    at = np.cumsum(counts) - counts + chosen
+    support_ids = ids[keep]
+    return Draw(support_ids[at], support[at], counts, support_ids.astype(np.int32), support)
 
 
 def _draw_open(logits: Tensor, uniforms: Float64) -> Draw:
@@ -96,19 +96,21 @@ def _draw_open(logits: Tensor, uniforms: Float64) -> Draw:
     """
     n, vocabulary = logits.shape
     rows = np.arange(n)
-    highest = logits.amax(-1, keepdim=True)
-    mass = F.pad(logits.sub_(highest).exp(), (0, -vocabulary % _BLOCK)).view(n, -1, _BLOCK)
-    cumulative = np.cumsum(mass.sum(-1).cpu().numpy().astype(np.float64), -1)
+    mass = logits.softmax(-1)
+    if vocabulary % _BLOCK:
+        mass = F.pad(mass, (0, -vocabulary % _BLOCK))
+    blocks = mass.view(n, -1, _BLOCK)
+    cumulative = np.cumsum(blocks.sum(-1).cpu().numpy(), -1, np.float64)
     target = uniforms * cumulative[:, -1]
     block = np.minimum((cumulative <= target[:, None]).sum(-1), cumulative.shape[1] - 1)
-    device_rows, device_block = (torch.from_numpy(i).to(logits.device) for i in (rows, block))
-    within = mass[device_rows, device_block].cpu().numpy().astype(np.float64)
     target -= np.where(block > 0, cumulative[rows, block - 1], 0.0)
-    inner = np.cumsum(within, -1)
+    if logits.device.type == "cpu":
+        within = blocks.numpy()[rows, block]
+    else:
+        within = blocks[tuple(torch.from_numpy(i).to(logits.device) for i in (rows, block))].cpu().numpy()
+    inner = np.cumsum(within, -1, np.float64)
     # Rounding can leave the target at or past the block's end: then its last entry that has any mass is meant.
     last = _BLOCK - 1 - np.argmax(within[:, ::-1] > 0, -1)
     chosen = np.minimum((inner <= target[:, None]).sum(-1), last)
-    ids = block * _BLOCK + chosen
-    relative = logits[device_rows, torch.from_numpy(ids).to(logits.device)].cpu().numpy()
-    logprobs = (relative - np.log(cumulative[:, -1])).astype(np.float32)
-    return Draw(ids, logprobs, np.zeros(n, np.int64), np.zeros(0, np.int32), np.zeros(0, np.float32))
+    logprobs = np.log(within[rows, chosen] / cumulative[:, -1]).astype(np.float32)
+    return Draw(block * _BLOCK + chosen, logprobs, np.zeros(n, np.int64), _NO_IDS, _NO_LOGPROBS)

@@ -51,16 +51,19 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer. Gains are norm weights times sqrt(width), float32. Projections are [out, in] in the compute type,
-    ``output`` and ``down`` transposed views [in, out]; ``qk_gain`` [heads + kv_heads, head_dim]."""
+    """One decoder layer. Projections are [out, in] in the compute type, ``output`` and ``down`` transposed views [in, out].
 
-    input_gain: Tensor
+    Gains are norm weights times sqrt(width), float32; where the compute type is float32, ``qkv`` and ``gate_up`` carry
+    them in their columns instead, and the gain is None. ``qk_gain`` is [heads + kv_heads, head_dim].
+    """
+
+    input_gain: Tensor | None
     qkv: Tensor
     qkv_bias: Tensor | None
     qk_gain: Tensor | None
     output: Tensor
     output_bias: Tensor | None
-    mlp_gain: Tensor
+    mlp_gain: Tensor | None
     gate_up: Tensor
     gate_up_bias: Tensor | None
     down: Tensor
@@ -97,12 +100,15 @@ def prepare(
     def matrix(name: str, rows: int, columns: int) -> Tensor:
         tensor = raw(name, rows, columns)
         if is_quantised(name):
-            tensor = quantise(tensor, format, name=name).dequantise(dtype)
-        return tensor.to(dtype)
+            return quantise(tensor, format, name=name).dequantise(dtype)
+        return tensor.to(dtype, copy=True)
 
-    def fused(names: tuple[str, ...], rows: tuple[int, ...], turn: Callable[[Tensor, int], Tensor] | None) -> Tensor:
+    def fused(
+        names: tuple[str, ...], rows: tuple[int, ...], gain: Tensor | None, turn: Callable[[Tensor, int], Tensor] | None
+    ) -> Tensor:
         parts = [matrix(f"{name}.weight", r, a.width) for name, r in zip(names, rows, strict=True)]
-        return _stack(parts, turn).to(device)
+        stacked = _stack(parts, turn).to(device)
+        return stacked if gain is None else stacked.mul_(gain)
 
     def bias(
         names: tuple[str, ...], rows: tuple[int, ...], turn: Callable[[Tensor, int], Tensor] | None
@@ -130,16 +136,20 @@ def prepare(
             q_gain = _interleave(gain(f"{at}.self_attn.q_norm.weight", a.head_dim), a.head_dim)
             k_gain = _interleave(gain(f"{at}.self_attn.k_norm.weight", a.head_dim), a.head_dim)
             qk_gain = torch.cat([q_gain.expand(a.heads, -1), k_gain.expand(a.kv_heads, -1)])
+        input_gain = gain(f"{at}.input_layernorm.weight", a.width)
+        mlp_gain = gain(f"{at}.post_attention_layernorm.weight", a.width)
+        # bfloat16 has no digits to spare for the product of a weight and a gain.
+        fold = dtype == torch.float32
         layers.append(
             Layer(
-                input_gain=gain(f"{at}.input_layernorm.weight", a.width),
-                qkv=fused(qkv, (q_rows, kv_rows, kv_rows), interleave),
+                input_gain=None if fold else input_gain,
+                qkv=fused(qkv, (q_rows, kv_rows, kv_rows), input_gain if fold else None, interleave),
                 qkv_bias=bias(qkv, (q_rows, kv_rows, kv_rows), interleave),
                 qk_gain=qk_gain,
                 output=matrix(f"{out}.weight", a.width, q_rows).to(device).t(),
                 output_bias=bias((out,), (a.width,), None),
-                mlp_gain=gain(f"{at}.post_attention_layernorm.weight", a.width),
-                gate_up=fused(gate_up, (a.mlp_width, a.mlp_width), None),
+                mlp_gain=None if fold else mlp_gain,
+                gate_up=fused(gate_up, (a.mlp_width, a.mlp_width), mlp_gain if fold else None, None),
                 gate_up_bias=bias(gate_up, (a.mlp_width, a.mlp_width), None),
                 down=matrix(f"{down}.weight", a.width, a.mlp_width).to(device).t(),
                 down_bias=bias((down,), (a.width,), None),
