@@ -117,6 +117,7 @@ async def test_the_whole_vocabulary_has_no_supports() -> None:
 async def test_three_replies_in_a_row_without_a_call_end_it() -> None:
     episode = await attempt([Say("a"), Say("b"), Say(""), "submit"])
     assert (episode.end, episode.turns, episode.format_errors, episode.reward) == (EndReason.FORMAT_ERROR, 3, 3, 0.0)
+    assert episode.detail == "replies without a call: text, text, empty"
     assert episode.trajectory.ids[-1] == COMMAND.stop_ids[0]
 
 

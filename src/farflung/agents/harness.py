@@ -145,7 +145,7 @@ class _Conversation:
         """Talk until an end; the reason, and the submitted diff if there is one."""
         agent = self.agent
         self.started = time.monotonic()
-        wrong_in_a_row = 0
+        wrong_in_a_row: list[str] = []
         kills: Counter[str] = Counter()
         while (room := agent.max_tokens - len(self.transcript)) > 0:
             reply = await self._sample(min(room, agent.max_turn_tokens))
@@ -154,12 +154,13 @@ class _Conversation:
                 if step.reason == "cut" and len(reply.ids) == room:
                     break
                 self.format_errors += 1
-                wrong_in_a_row += 1
-                if wrong_in_a_row == agent.format_errors:
+                wrong_in_a_row.append(step.reason)
+                if len(wrong_in_a_row) == agent.format_errors:
+                    self.detail = f"replies without a call: {', '.join(wrong_in_a_row)}"
                     return EndReason.FORMAT_ERROR, ""
                 suffix = self.dialect.correction(step.reason, reply.ids)
             else:
-                wrong_in_a_row = 0
+                wrong_in_a_row: list[str] = []
                 if step.command.strip() == SUBMIT:
                     return await self._submit(task, box)
                 if self.turns == agent.max_turns:
