@@ -1,9 +1,12 @@
 # Two commands, from a fresh clone: `make quickstart` and `make test`. Both make their own environment in .venv.
 # Arguments for the quickstart: make quickstart ARGS="--updates 3"       Another Python: make test PYTHON=python3.12
+# Without a GPU torch comes as a CPU build; TORCH=any takes the build that pip takes.
 
 PYTHON ?= python3
 ARGS ?=
+TORCH ?= cpu
 BIN := .venv/bin
+BOOTSTRAP := $(PYTHON) scripts/bootstrap.py $(if $(filter any,$(TORCH)),--any-torch)
 
 # torch's threads spin and starve each other: one each, and sleeping while they wait.
 export OMP_NUM_THREADS ?= 1
@@ -17,10 +20,10 @@ help:
 	@echo "make lint          linters, types and import rules alone"
 
 env:
-	@$(PYTHON) scripts/bootstrap.py
+	@$(BOOTSTRAP)
 
 env-dev:
-	@$(PYTHON) scripts/bootstrap.py --dev
+	@$(BOOTSTRAP) --dev
 
 quickstart: env
 	@$(BIN)/farflung quickstart $(ARGS)

@@ -25,6 +25,7 @@ LOG = os.path.join(VENV, "install.log")
 WINDOWS = os.name == "nt"
 PYTHON = os.path.join(VENV, "Scripts" if WINDOWS else "bin", "python.exe" if WINDOWS else "python")
 OLDEST = (3, 11)
+ANY_TORCH = "make quickstart TORCH=any"
 TERMINAL = sys.stdout.isatty()
 
 
@@ -35,6 +36,7 @@ class Trouble(Exception):
 def main():
     parser = argparse.ArgumentParser(description="Make .venv and install farflung into it.")
     parser.add_argument("--dev", action="store_true", help="also what `make test` needs")
+    parser.add_argument("--any-torch", action="store_true", help="take the build of torch that pip takes, CUDA or not")
     args = parser.parse_args()
     use_suitable_python()
     stamp = os.path.join(VENV, "farflung-installed.json")
@@ -43,11 +45,12 @@ def main():
     if done.get("fingerprint") == wanted and (done.get("dev") or not args.dev) and os.path.exists(PYTHON):
         return
     started = time.monotonic()
+    dev = args.dev or bool(done.get("dev"))
     make_venv()
-    install(dev=args.dev)
-    check_torch()
+    install(dev, args.any_torch)
+    check_torch(args.any_torch)
     with open(stamp, "w") as file:
-        json.dump({"fingerprint": wanted, "dev": args.dev}, file)
+        json.dump({"fingerprint": wanted, "dev": dev}, file)
     say(f"Ready after {time.monotonic() - started:.0f} s.")
 
 
@@ -93,12 +96,13 @@ def make_venv():
         )
 
 
-def install(dev):
+def install(dev, any_torch):
     open(LOG, "w").close()
     pip("Updating pip", "--upgrade", "pip")
     if not has_torch():
         requirement = torch_requirement()
-        if sys.platform == "linux" and not has_nvidia_gpu() and pip_takes_cuda(requirement):
+        wants_cpu = sys.platform == "linux" and not has_nvidia_gpu() and not any_torch
+        if wants_cpu and pip_takes_cuda(requirement):
             pip("Installing uv, which can choose torch's CPU build", "uv>=0.6")
             run_logged(
                 f"Installing {requirement}, CPU build",
@@ -141,17 +145,17 @@ def pip_takes_cuda(requirement):
     return any(name.startswith(("nvidia-", "cuda-")) for name in names)
 
 
-def check_torch():
+def check_torch(any_torch):
     say("Trying torch")
     code = "import json, torch; print(json.dumps([torch.__version__, torch.version.cuda]))"
     tried = subprocess.run([PYTHON, "-W", "ignore", "-c", code], capture_output=True, text=True)
     if tried.returncode != 0:
         raise Trouble(f"torch is installed but cannot be imported:\n{indent(tried.stderr[-2000:])}")
     version, cuda = json.loads(tried.stdout)
-    if cuda is not None and not has_nvidia_gpu():
+    if cuda is not None and not has_nvidia_gpu() and not any_torch:
         raise Trouble(
             f"torch {version} is a CUDA build and no NVIDIA GPU is here. It works, but it is not what was asked for:\n"
-            "remove .venv and start again."
+            f"remove .venv and start again, or take it as it is: {ANY_TORCH}"
         )
     say(f"torch {version}, {'CUDA ' + cuda if cuda else 'CPU build'}")
 
@@ -201,7 +205,9 @@ def failed(doing):
     with open(LOG, errors="replace") as file:
         tail = [line.rstrip() for line in file if not line.startswith(("WARNING", "  warn"))][-15:]
     text = "\n".join(tail)
-    if re.search(r"name resolution|Connection|timed out|Network is unreachable|getaddrinfo|dns error", text, re.I):
+    if "CPU build" in doing and re.search(r"error sending request|dns error|Connection|timed out", text, re.I):
+        mend = f"The CPU builds cannot be reached. pip's own build is a CUDA one, which works too and is large: {ANY_TORCH}"
+    elif re.search(r"name resolution|Connection|timed out|Network is unreachable|getaddrinfo", text, re.I):
         mend = (
             "No network? The first start downloads about 500 MB; an own index or proxy is set with pip's own settings."
         )
