@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import site
@@ -23,11 +22,12 @@ TREE = "/repo"
 NOBODY = 65534
 PROBE_SECONDS = 20.0
 SHARED_MEMORY_BYTES = 4 << 20
-STARTS_PER_CORE = 4
 ISOLATION = (
     "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--as-pid-1",
     "--cap-drop", "ALL", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--clearenv",
 )  # fmt: skip
+# Kernel settings in /proc, which belong to root by number: a box that root started could write them without a privilege.
+SWITCHES = tuple(Path("/proc", name) for name in ("sys", "sysrq-trigger", "fs", "mtrr", "pressure", "acpi", "asound"))
 MENDS = (
     ("setting up uid map", "apparmor"),
     ("No permissions to create", "namespaces"),
@@ -50,7 +50,6 @@ class BubblewrapFactory:
         self._user = NOBODY if os.geteuid() == 0 and self._cgroups is None else None
         self._bwrap = find_bwrap()
         self._command = self._plan_command()
-        self._starting = asyncio.Semaphore(STARTS_PER_CORE * (os.cpu_count() or 1))
         if (problem := self._try()) is not None:
             raise problem
 
@@ -60,8 +59,7 @@ class BubblewrapFactory:
         return "rlimits, each process by itself" if self._cgroups is None else "control groups"
 
     async def open(self, files: Mapping[str, str]) -> Sandbox:
-        async with self._starting:
-            return await Box.start(self._plan(), files, self._config.start_seconds)
+        return await Box.start(self._plan(), files, self._config.start_seconds)
 
     def _plan(self) -> Plan:
         group = None
@@ -152,6 +150,8 @@ def _mounts(python: Python, config: SandboxConfig) -> list[str]:
     for hidden in _hidden(python):
         words += ["--size", "4096", "--tmpfs", hidden, "--remount-ro", hidden]
     words += ["--proc", "/proc", "--dev", "/dev"]
+    for switches in map(str, SWITCHES):
+        words += ["--ro-bind-try", switches, switches]
     words += ["--size", str(SHARED_MEMORY_BYTES), "--perms", "1777", "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     words += ["--size", disk, "--perms", "1777", "--tmpfs", "/tmp", "--size", disk, "--tmpfs", TREE]
     return [*words, "--remount-ro", "/", "--chdir", TREE]
