@@ -160,7 +160,7 @@ class _Conversation:
                     return EndReason.FORMAT_ERROR, ""
                 suffix = self.dialect.correction(step.reason, reply.ids)
             else:
-                wrong_in_a_row: list[str] = []
+                wrong_in_a_row.clear()
                 if step.command.strip() == SUBMIT:
                     return await self._submit(task, box)
                 if self.turns == agent.max_turns:
