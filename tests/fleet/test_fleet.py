@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+import aiohttp
 import pytest
 
 from farflung.config import RouterConfig
 from farflung.core.errors import BadInput, Corrupt, InfraError
 from farflung.core.sampling import Completion
+from farflung.fleet import wire
 from farflung.fleet.client import FleetClient
+from farflung.fleet.replica import Replica
 from tests.fleet.kit import TOKEN, Weights, engine, fleet, request, until
 
 
@@ -253,3 +256,26 @@ async def test_a_replica_that_has_not_caught_up_takes_no_turn() -> None:
         assert not turn.done()
         weights.down = False
         assert (await turn).versions.tolist() == [5] * 4
+
+
+async def test_a_replica_with_another_token_does_not_get_in(caplog: pytest.LogCaptureFixture) -> None:
+    async with fleet() as f:
+        stranger = Replica(engine("a", "a-0"), "another-token", capacity=1)
+        await stranger.start("127.0.0.1", 0, router=f.url, interval=0.05)
+        await until(lambda: "it answered 401" in caplog.text)
+        assert f.server.state.members == {}
+        assert "another-token" not in caplog.text
+        await stranger.close()
+
+
+async def test_the_router_passes_a_drain_on() -> None:
+    async with fleet() as f, aiohttp.ClientSession(headers=wire.bearer(TOKEN)) as http:
+        await f.add(engine("a", "a-0"))
+        async with http.post(f"{f.url}/v1/drain", json={"replica": "b-0"}) as answer:
+            assert answer.status == 404
+            assert "a-0" in (await answer.json())["error"]
+        async with http.post(f"{f.url}/v1/drain", json={"replica": "a-0"}) as answer:
+            assert answer.status == 202
+        await until(lambda: not f.server.state.members)
+        async with http.post(f"{f.url}/v1/replicas", json={"url": "nonsense"}) as answer:
+            assert (answer.status, (await answer.json())["kind"]) == (400, "bad_request")

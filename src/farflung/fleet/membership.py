@@ -39,7 +39,8 @@ class Membership:
             self._wake.clear()
             await self._beat()
             try:
-                await asyncio.wait_for(self._wake.wait(), self._interval * random.uniform(0.9, 1.0))
+                async with asyncio.timeout(self._interval * random.uniform(0.9, 1.0)):
+                    await self._wake.wait()
             except TimeoutError:
                 continue
 

@@ -93,7 +93,8 @@ class Reconciler:
                 log.warning("version %d serves on: %s", self._engine.version, error)
             self._pulse()
             try:
-                await asyncio.wait_for(self._wake.wait(), self._poll * random.uniform(0.8, 1.2))
+                async with asyncio.timeout(self._poll * random.uniform(0.8, 1.2)):
+                    await self._wake.wait()
             except TimeoutError:
                 continue
 

@@ -122,7 +122,8 @@ class Replica:
             self._membership.hurry()
         finished = True
         try:
-            await asyncio.wait_for(self._idle.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
         except TimeoutError:
             finished = False
         await self._leave()
