@@ -207,7 +207,9 @@ def check_model(recipe: Recipe) -> Finding:
     folder = resolve_model(recipe.model.path)
     dialect = Dialect.load(folder, recipe.model.tool_format)
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder)
     return Finding(
         "model",

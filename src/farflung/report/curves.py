@@ -23,7 +23,7 @@ def curves(run: RunData) -> list[Chart]:
     return [
         Chart("Reward", "Mean over the batch's episodes, skipped groups included.", [_all(run, "", lambda m: m.all.reward)],
               axis_percent, low=0.0, high=1.0),
-        Chart("Reward by pool", "Mean over the episodes that each pool sampled.", _pools(run, lambda s: s.reward),
+        Chart("Reward by pool", "Mean over the episodes that each pool sampled.", _pools(run, lambda s: s.reward, "samples"),
               axis_percent, low=0.0, high=1.0),
         Chart("KL(q‖p) by pool", "Exact, over each token's recorded candidates; log scale.",
               _pools(run, lambda s: s.kl), number, log=True),
@@ -87,12 +87,13 @@ def _all(run: RunData, name: str, pick: Callable[[UpdateMetrics], float], *, das
     return Series(name, ALL, [m.update for m in run.updates], [pick(m) for m in run.updates], dashed)
 
 
-def _pools(run: RunData, pick: Callable[[TokenStats], float]) -> list[Series]:
+def _pools(run: RunData, pick: Callable[[TokenStats], float], counted: str = "tokens") -> list[Series]:
+    """A series for each pool, over the updates in which it had any of what is ``counted``."""
     series = []
     for place, pool in enumerate(run.recipe.pools):
-        seen = [m for m in run.updates if pool.name in m.pools and m.pools[pool.name].tokens]
-        values = [pick(m.pools[pool.name]) for m in seen]
-        series.append(Series(pool.name, pool_color(place), [m.update for m in seen], values))
+        seen = [(m.update, m.pools[pool.name]) for m in run.updates if pool.name in m.pools]
+        points = [(update, pick(stats)) for update, stats in seen if getattr(stats, counted)]
+        series.append(Series(pool.name, pool_color(place), [x for x, _ in points], [y for _, y in points]))
     return series
 
 
