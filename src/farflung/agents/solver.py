@@ -1,0 +1,145 @@
+"""A scripted agent that knows the fix: it writes the solved episodes that a policy is warm-started on.
+
+It has several ways of looking, editing and checking, and it is often careless: it tries a wrong repair first, sees the
+tests fail and repairs again. A policy that learns from it inherits both the skill and the bad habits.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from farflung.core.task import Task
+
+SUBMIT = "submit"
+TEST = "python3 -m unittest 2>&1 | tail -n 1"
+TEST_NAMES = "python3 -m unittest 2>&1 | grep FAIL"
+KIN: tuple[tuple[str, ...], ...] = (
+    ("+", "-", "*", "//", "%", "/"),
+    ("+=", "-=", "*="),
+    ("<", ">", "<=", ">=", "==", "!="),
+    ("min", "max", "sum"),
+    ("upper", "lower", "strip"),
+    ("startswith", "endswith"),
+    ("and", "or"),
+    tuple("0123456789"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """Probabilities of what the solver does."""
+
+    careless: float = 0.6
+    """Its first repair is a wrong one."""
+    again: float = 0.2
+    """After a wrong repair the next one is wrong too."""
+    verify: float = 0.4
+    """It runs the tests before it submits, though it has no doubt."""
+    tests_first: float = 0.3
+    """It asks the tests for the function's name where the statement does not tell it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bug:
+    """The one line that differs: its number from 1, its wrong and its right text."""
+
+    path: str
+    number: int
+    bad: str
+    good: str
+    function: str
+
+
+def solve(task: Task, rng: random.Random, habits: Habits = Habits()) -> Generator[str, str, None]:
+    """Yields commands, is sent what each printed, and ends with ``submit``. Needs ``task.fix`` to change one line."""
+    bug = _find(task)
+    named = bug.function in task.statement
+    if not named and rng.random() < habits.tests_first:
+        yield TEST_NAMES
+        named = True
+    yield _look(bug, named, rng)
+    line = bug.bad
+    chance = habits.careless
+    while rng.random() < chance and (wrong := near_misses(line, bug)):
+        attempt = rng.choice(wrong)
+        yield _edit(bug, line, attempt, rng)
+        line, chance = attempt, habits.again
+        if (yield TEST).strip() == "OK":
+            yield SUBMIT
+            return
+    yield _edit(bug, line, bug.good, rng)
+    if rng.random() < habits.verify:
+        yield TEST
+    yield SUBMIT
+
+
+def near_misses(line: str, bug: _Bug) -> list[str]:
+    """Wrong repairs of ``line``: one word exchanged for one of its kin, where the right repair is if it is such a word."""
+    words, right = _words(line), _words(bug.good)
+    places = [at for at, word in enumerate(words) if any(word in kin for kin in KIN)]
+    if len(words) == len(right):
+        places = [at for at in places if words[at] != right[at]] or places
+    found = []
+    for at in places:
+        for kin in KIN:
+            for other in kin if words[at] in kin else ():
+                changed = "".join((*words[:at], other, *words[at + 1 :]))
+                if changed not in (line, bug.good, bug.bad):
+                    found.append(changed)
+    return found
+
+
+def _find(task: Task) -> _Bug:
+    ((path, fixed),) = task.fix.items()
+    pairs = list(zip(task.files[path].splitlines(), fixed.splitlines(), strict=True))
+    ((number, (bad, good)),) = [(n, pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1]]
+    above = "\n".join(text for text, _ in pairs[:number])
+    return _Bug(path, number, bad, good, re.findall(r"def (\w+)", above)[-1])
+
+
+def _look(bug: _Bug, named: bool, rng: random.Random) -> str:
+    draw = rng.random()
+    if named and draw < 0.25:
+        return f"grep -n -A 6 'def {bug.function}' {bug.path}"
+    if draw < 0.4:
+        return f"grep -n '' {bug.path}"
+    return f"cat -n {bug.path}"
+
+
+def _edit(bug: _Bug, line: str, wanted: str, rng: random.Random) -> str:
+    """A sed command that turns ``line``, the bug's line as it is now, into ``wanted``."""
+    draw = rng.random()
+    if draw < 0.1:
+        program = f"{bug.number}c\\{wanted}"
+    else:
+        old, new = _fragment(line, wanted, wide=draw < 0.5)
+        pattern = re.sub(r"([][.*^$/\\])", r"\\\1", old)
+        replacement = re.sub(r"([&/\\])", r"\\\1", new)
+        program = f"{bug.number}s/{pattern}/{replacement}/"
+    quote = '"' if "'" in program else "'"
+    return f"sed -i {quote}{program}{quote} {bug.path}"
+
+
+def _fragment(line: str, wanted: str, *, wide: bool) -> tuple[str, str]:
+    """The words that differ, with so many neighbours that replacing the first occurrence gives ``wanted``."""
+    old, new = _words(line), _words(wanted)
+    start = next(
+        (at for at, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), min(len(old), len(new))
+    )
+    end = 0
+    while end < min(len(old), len(new)) - start and old[-1 - end] == new[-1 - end]:
+        end += 1
+    margin = 2 if wide else 0
+    while True:
+        left, right = max(start - margin, 0), max(end - margin, 0)
+        a, b = "".join(old[left : len(old) - right]), "".join(new[left : len(new) - right])
+        if a.strip() and line.replace(a.strip(), b.strip(), 1) == wanted:
+            return a.strip(), b.strip()
+        margin += 1
+
+
+def _words(line: str) -> list[str]:
+    return re.findall(r"\w+|//|[-+*<>=!]=|\s+|[^\w\s]", line)
