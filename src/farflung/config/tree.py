@@ -80,7 +80,7 @@ class SandboxConfig(Section):
     processes: Positive = 64
     """Processes and threads of a sandbox."""
     disk_mb: Positive = 32
-    """Size of its writable file system."""
+    """Size of the file system of its working tree, and of its /tmp."""
     start_seconds: Seconds = 20.0
     """A sandbox that is not ready by then has failed."""
     test_seconds: Seconds = 20.0

@@ -61,7 +61,7 @@ def _changed(task: Task, tree: Mapping[str, str]) -> list[str]:
     for path in changed:
         if path.endswith(".py"):
             known = (task.files.get(path, ""), task.fix.get(path, ""))
-            if (name := new_reach(tree[path], *known)) is not None:
+            if (name := new_reach(tree[path], known, task.protected)) is not None:
                 raise PatchError(f"{path} reaches into the interpreter: {name}")
     return changed
 

@@ -14,7 +14,7 @@ import _blake2
 import os
 import sys
 import unittest
-from types import FrameType, ModuleType
+from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 FRAMES = frozenset({"sys._getframe", "sys._getframemodulename"})
@@ -23,6 +23,8 @@ NEVER = frozenset(
      "sys.settrace", "sys.setprofile", "sys.addaudithook"}
 )  # fmt: skip
 FRAME_ATTRIBUTES = frozenset({"tb_frame", "gi_frame", "cr_frame", "ag_frame", "__code__"})
+CALLABLE = (type, FunctionType, BuiltinFunctionType)
+TESTERS = (unittest.TestCase, unittest.TestResult, unittest.BaseTestSuite)
 GO_BETWEENS = ("inspect.py", "traceback.py", "threading.py")
 
 
@@ -40,13 +42,13 @@ def main() -> None:
     sys.modules["__main__"] = ModuleType("__main__")
     sys.path.insert(0, tree)
     sys.addaudithook(_watch(changed, report, len(tests)))
-    before = _state()
-    suite, index = _load(tests)
-    if not _sound(before):
-        report(len(tests), "unittest was changed at import")
-        os._exit(1)
+    before = _state(list(sys.modules.values()))
+    suite, index, modules = _load(tests, changed)
+    _insist(before, report, len(tests))
+    before |= _state(modules)
     _verdicts(report, index).run_all(suite)
-    report(len(tests), "end" if _sound(before) else "unittest was changed by a test")
+    _insist(before, report, len(tests))
+    report(len(tests), "end")
     os._exit(0)
 
 
@@ -105,20 +107,26 @@ def _watch(changed: frozenset[str], report: Any, end: int) -> Any:
     return hook
 
 
-def _load(tests: list[str]) -> tuple[unittest.TestSuite, dict[str, int]]:
-    """The tests that can be found under exactly their ids; the others stay without a verdict, which is a failure."""
+def _load(tests: list[str], changed: frozenset[str]) -> tuple[unittest.TestSuite, dict[str, int], list[ModuleType]]:
+    """The tests found under exactly their ids, their numbers and modules. The others stay without a verdict, which is a
+    failure; so does a test whose code lies in a submitted file."""
     suite = unittest.TestSuite()
-    index = {}
+    index: dict[str, int] = {}
+    modules = {}
     for number, name in enumerate(tests):
         try:
             found = unittest.defaultTestLoader.loadTestsFromName(name)
             case: Any = next(iter(found))
-            if found.countTestCases() == 1 and case.id() == name:
+            method = getattr(type(case), case._testMethodName)
+            while hasattr(method, "__wrapped__"):
+                method = method.__wrapped__
+            if found.countTestCases() == 1 and case.id() == name and method.__code__.co_filename not in changed:
                 suite.addTest(case)
                 index[name] = number
+                modules[type(case).__module__] = sys.modules[type(case).__module__]
         except BaseException:
             continue
-    return suite, index
+    return suite, index, list(modules.values())
 
 
 def _verdicts(report: Any, index: dict[str, int]) -> Any:
@@ -163,30 +171,26 @@ def _verdicts(report: Any, index: dict[str, int]) -> Any:
     return Verdicts()
 
 
-def _state() -> dict[str, Any]:
-    """Everything that decides a verdict, by name."""
-    import builtins
-    import unittest.case
-    import unittest.result
-    import unittest.suite
+def _state(modules: list[ModuleType]) -> dict[tuple[str, str], tuple[Any, Any]]:
+    """Functions and classes of these modules and of their test classes: (owner, name) -> (owner, value).
 
-    owners = (
-        unittest.case,
-        unittest.result,
-        unittest.suite,
-        unittest.TestCase,
-        unittest.TestResult,
-        unittest.TestSuite,
-    )
-    state = {f"{owner.__name__}.{name}": value for owner in owners for name, value in vars(owner).items()}
-    return state | {f"builtins.{name}": value for name, value in vars(builtins).items() if name != "_"}
+    What is loaded before the submission is what unittest is made of."""
+    state = {}
+    for module in modules:
+        owners = [module, *(v for v in vars(module).values() if isinstance(v, type) and issubclass(v, TESTERS))]
+        for owner in owners:
+            for name, value in vars(owner).items():
+                if isinstance(value, CALLABLE):
+                    state[f"{module.__name__}.{owner.__name__}", name] = (owner, value)
+    return state
 
 
-def _sound(before: dict[str, Any]) -> bool:
-    """Nothing was replaced, and tests that must fail do."""
-    after = _state()
-    if before.keys() != after.keys() or any(before[name] is not after[name] for name in before):
-        return False
+def _insist(before: dict[tuple[str, str], tuple[Any, Any]], report: Any, end: int) -> None:
+    """End the run when something that decides verdicts was replaced, or when tests that must fail do not."""
+    for (where, name), (owner, value) in before.items():
+        if vars(owner).get(name) is not value:
+            report(end, f"the submission replaced {where}.{name}")
+            os._exit(1)
 
     class Canary(unittest.TestCase):
         def equal(self) -> None:
@@ -201,7 +205,9 @@ def _sound(before: dict[str, Any]) -> bool:
     result = unittest.TestResult()
     for name in ("equal", "true", "raises"):
         Canary(name).run(result)
-    return len(result.failures) == 3
+    if len(result.failures) != 3:
+        report(end, "the submission made failing tests pass")
+        os._exit(1)
 
 
 if __name__ == "__main__":
