@@ -84,7 +84,7 @@ class Stage:
         )  # fmt: skip
         self.processes.append(process)
         assert process.stdout is not None
-        line = await asyncio.wait_for(process.stdout.readline(), 60)
+        line = await asyncio.wait_for(process.stdout.readline(), 100)
         return process, json.loads(line) if line else {}
 
     async def start_router(self, port: int = 0) -> asyncio.subprocess.Process:
@@ -131,6 +131,7 @@ def turn(session: str, ids: list[int], *, max_tokens: int = 8, min_version: int 
     return GenerateRequest(session, np.array(ids, np.int32), params, min_version)
 
 
+@pytest.mark.timeout(300)
 async def test_sessions_go_on_while_processes_are_killed(stage: Stage) -> None:
     router = await stage.start_router()
     first, second = await asyncio.gather(stage.start_replica("high"), stage.start_replica("low", "nvfp4"))
