@@ -127,7 +127,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
             episode(group, 1, failed, EndReason.SUBMITTED, 0.0, ""),
         ]
         if group % 4 == 0:
-            made.append(episode(group, 2, [("<b>hm</b>", "no call")] * 3, EndReason.FORMAT_ERROR, 0.0, ""))
+            made.append(episode(group, 2, [("<b>hm</b>\x00\x1b[2J", "no call")] * 3, EndReason.FORMAT_ERROR, 0.0, ""))
         for one in made:
             ledger.add_episode(one, one.encode())
         ledger.group_ready(group, group)

@@ -113,6 +113,8 @@ def test_three_episodes_can_be_read_and_their_text_is_only_text(run_dir: Path, p
         assert told in text
     raw = (run_dir / "report.html").read_text(encoding="utf-8")
     assert "<b>hm</b>" not in raw
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", raw)
+    assert "␀" in text
     assert 'title="nvfp4 · version 19 · probability' in raw
     assert '<span class="add">+    return 0</span>' in raw
 

@@ -22,6 +22,7 @@ from farflung.report.scores import scores
 from farflung.report.transcript import Piece, Reading, Turn, choose, load_tokenizer
 
 UNSURE = 0.5
+CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
 SHOWN_EVENTS = 12
 
 
@@ -66,6 +67,11 @@ def render(run: RunData) -> str:
         footer=f"Drawn by farflung {__version__} from {run.folder / 'ledger.sqlite'} on {time.strftime('%Y-%m-%d %H:%M')}. "
         "Shares and means are over action tokens; rewards are over episodes. The page needs no network.",
     )
+
+
+def visible(text: str) -> str:
+    """Control characters as their pictures: what a model or a program printed must not steer the page."""
+    return text.translate(CONTROLS)
 
 
 def clock(seconds: float) -> str:
@@ -145,11 +151,11 @@ def _versions(run: RunData) -> dict[str, Any]:
     deltas = run.versions[1:]
     if not run.versions:
         return {"text": "None published yet.", "rows": []}
-    text = f"Version 0 is the starting policy: {number(run.versions[0].bytes)}B."
+    text = f"Version 0 is the starting policy, {number(run.versions[0].total)} values."
     if deltas:
         size = sum(v.bytes for v in deltas) / len(deltas)
         changed = sum(v.changed for v in deltas) / max(1, sum(v.total for v in deltas))
-        text += f" The {len(deltas)} after it took {number(size)}B each on average and changed {percent(changed)} of the values."
+        text += f" The {len(deltas)} after it took {number(size)} bytes each on average and changed {percent(changed)} of the values."
     rows = [
         (v.number, clock(v.at) if v.at > 0 else "start", f"{v.bytes:,}", percent(v.changed / max(1, v.total)))
         for v in reversed(run.versions)
@@ -204,7 +210,7 @@ def _reading(reading: Reading) -> dict[str, Any]:
         "about": " · ".join(part for part in about if part),
         "turns": list(_turns(reading.turns)),
         "patch": _patch(episode.patch),
-        "detail": episode.detail.strip(),
+        "detail": visible(episode.detail.strip()),
     }
 
 
@@ -224,7 +230,7 @@ def _turns(turns: Iterable[Turn]) -> Iterable[dict[str, Any]]:
 
 
 def _piece(piece: Piece) -> Markup:
-    text = escape(piece.text)
+    text = escape(visible(piece.text))
     if not piece.text:
         return text
     kinds = [*(["sp"] if piece.special else []), *(["unsure"] if piece.origin and piece.probability < UNSURE else [])]
@@ -238,7 +244,7 @@ def _piece(piece: Piece) -> Markup:
 
 def _patch(patch: str) -> Markup:
     lines = []
-    for line in patch.splitlines():
+    for line in visible(patch).split("\n"):
         kind = "hunk" if line.startswith(("@@", "---", "+++", "diff ")) else {"+": "add", "-": "del"}.get(line[:1], "")
         lines.append(Markup('<span class="{}">{}</span>').format(kind, line) if kind else escape(line))
     return Markup("\n").join(lines)
