@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from farflung.core.errors import BadInput, Corrupt
-from farflung.trainer.files import new_folder
+from farflung.trainer.files import new_folder, save_tensors
 
 FORMAT = 1
 TENSORS = "state.safetensors"
@@ -30,7 +30,7 @@ class Checkpoint:
 
     def write(self, path: Path) -> None:
         with new_folder(path) as folder:
-            save_file({k: v.detach().cpu().contiguous() for k, v in self.tensors.items()}, folder / TENSORS)
+            save_tensors({k: v.detach().cpu().contiguous() for k, v in self.tensors.items()}, folder / TENSORS)
             facts = {**self.facts, "format": FORMAT, "tensors": _hash_file(folder / TENSORS)}
             (folder / FACTS).write_text(json.dumps({"facts": facts, "hash": _hash_facts(facts)}, indent=1))
 

@@ -1,13 +1,18 @@
-"""Folders that are there whole or not at all."""
+"""Folders that are there whole or not at all, and tensors in them."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 PARTIAL = ".partial"
 
@@ -35,6 +40,16 @@ def new_folder(path: Path) -> Iterator[Path]:
         _sync(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """A safetensors file of CPU tensors. Raises OSError when the system refuses (a full disk), as other writes do."""
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if code := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
         raise
 
 

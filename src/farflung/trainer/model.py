@@ -11,12 +11,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from farflung.core.errors import BadInput
 from farflung.trainer.attention import NAME, packed_attention
-from farflung.trainer.files import new_folder
+from farflung.trainer.files import new_folder, save_tensors
 from farflung.trainer.packing import Pack, pack
 
 log = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ class Policy:
         config.dtype = dtype
         with new_folder(path) as folder:
             config.save_pretrained(folder)
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            save_tensors(tensors, folder / "model.safetensors")
             for pattern in SIDE_FILES:
                 for file in self.folder.glob(pattern):
                     if file.is_file():
