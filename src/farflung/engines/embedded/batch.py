@@ -13,7 +13,7 @@ import torch
 from farflung.core.sampling import Completion, GenerateRequest, uniforms
 from farflung.core.supports import Int32, Supports
 from farflung.engines.embedded.cache import RowCache
-from farflung.engines.embedded.decoder import Decoder
+from farflung.engines.embedded.decoder import Decoder, Workspace
 from farflung.engines.embedded.sampling import Draw, Rules, draw
 from farflung.engines.embedded.weights import Weights
 
@@ -59,8 +59,8 @@ class Sampled:
 class Batch:
     """Rows 0 .. n-1 are active; a row that leaves is replaced by the last one, so that no step gathers anything."""
 
-    def __init__(self, decoder: Decoder, cache: RowCache, capacity: int) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: Decoder, cache: RowCache, workspace: Workspace, capacity: int) -> None:
+        self._decoder, self._workspace = decoder, workspace
         self.cache = cache
         self.turns: list[Turn] = []
         self._table = np.zeros(capacity, _ROW)
@@ -142,9 +142,8 @@ class Batch:
         self.cache.reserve(n, int(lengths.max()) + 1)
         self.cache.begin(lengths)
         ids, positions = torch.from_numpy(last.copy()).to(device), torch.from_numpy(lengths.copy()).to(device)
-        hidden = self._decoder.hidden(weights, ids, positions, self.cache.attend)
-        assert hidden is not None
-        logits = self._decoder.logits(weights, hidden)
+        self._decoder.hidden(weights, ids, positions, self.cache.attend, self._workspace)
+        logits = self._decoder.logits(weights, self._workspace)
         rules = Rules(rows["temperature"], rows["top_p"], rows["top_k"])
         drawn = draw(logits, rules, self._uniforms[np.arange(n), made])
         self._record(drawn, version)

@@ -142,7 +142,7 @@ class RowCache:
         out = torch.nn.functional.scaled_dot_product_attention(
             grouped, self._keys[layer], self._values[layer], attn_mask=self._mask_view
         )
-        return out.reshape(len(queries), -1)
+        return out.transpose(1, 2).reshape(len(queries), -1)
 
 
 class Reading:
@@ -171,7 +171,7 @@ class Reading:
                 out = torch.nn.functional.scaled_dot_product_attention(
                     grouped, keys, values, attn_mask=mask, is_causal=mask is None
                 )
-                outputs.append(out.permute(2, 0, 1, 3).reshape(added, -1))
+                outputs.append(out.permute(2, 1, 0, 3).reshape(added, -1))
             start = stop
         return torch.cat(outputs) if outputs else None
 

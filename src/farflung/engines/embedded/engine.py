@@ -28,7 +28,7 @@ from farflung.engines.base import EngineError, EngineStats, TooLong
 from farflung.engines.embedded.architecture import Architecture
 from farflung.engines.embedded.batch import Batch, Turn
 from farflung.engines.embedded.cache import IdleSessions, Reading, RowCache, Stored, kv_shape
-from farflung.engines.embedded.decoder import Decoder
+from farflung.engines.embedded.decoder import Decoder, Workspace
 from farflung.engines.embedded.weights import Weights, prepare, read_folder
 from farflung.formats import kv as kv_formats
 from farflung.formats.weights import FORMATS
@@ -109,8 +109,10 @@ class EmbeddedEngine:
             self._weights = self._prepare(weights)
             self._decoder = Decoder(architecture, self.context, kv_formats.rounding(kv[0]), self._device)
             cache = RowCache(architecture, self._dtype, self._device)
+            self._workspace = Workspace(architecture, self._dtype, self._device)
+            decoding = Workspace(architecture, self._dtype, self._device)
         self._version = version
-        self._batch = Batch(self._decoder, cache, options.capacity)
+        self._batch = Batch(self._decoder, cache, decoding, options.capacity)
         self._waiting: deque[Turn] = deque()
         self._prompts: deque[_Prompt] = deque()
         self._idle = IdleSessions(options.session_bytes)
@@ -274,6 +276,7 @@ class EmbeddedEngine:
             torch.from_numpy(ids).to(self._device),
             torch.from_numpy(positions).to(self._device),
             reading.attend,
+            self._workspace,
         )
 
     def _decode(self) -> None:

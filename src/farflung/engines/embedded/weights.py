@@ -51,7 +51,8 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer. Projections are [out, in] in the compute type, ``output`` and ``down`` transposed views [in, out].
+    """One decoder layer. Projections are transposed views [in, out] in the compute type. Rows of ``output`` are ordered by
+    (head within its group, group): the order in which attention over grouped heads leaves its result in memory.
 
     Gains are norm weights times sqrt(width), float32; where the compute type is float32, ``qkv`` and ``gate_up`` carry
     them in their columns instead, and the gain is None. ``qk_gain`` is [heads + kv_heads, head_dim].
@@ -108,7 +109,7 @@ def prepare(
     ) -> Tensor:
         parts = [matrix(f"{name}.weight", r, a.width) for name, r in zip(names, rows, strict=True)]
         stacked = _stack(parts, turn).to(device)
-        return stacked if gain is None else stacked.mul_(gain)
+        return (stacked if gain is None else stacked.mul_(gain)).t()
 
     def bias(
         names: tuple[str, ...], rows: tuple[int, ...], turn: Callable[[Tensor, int], Tensor] | None
@@ -146,7 +147,7 @@ def prepare(
                 qkv=fused(qkv, (q_rows, kv_rows, kv_rows), input_gain if fold else None, interleave),
                 qkv_bias=bias(qkv, (q_rows, kv_rows, kv_rows), interleave),
                 qk_gain=qk_gain,
-                output=matrix(f"{out}.weight", a.width, q_rows).to(device).t(),
+                output=_group_last(matrix(f"{out}.weight", a.width, q_rows), a).to(device).t(),
                 output_bias=bias((out,), (a.width,), None),
                 mlp_gain=None if fold else mlp_gain,
                 gate_up=fused(gate_up, (a.mlp_width, a.mlp_width), mlp_gain if fold else None, None),
@@ -162,6 +163,11 @@ def prepare(
 
 def _stack(parts: list[Tensor], turn: Callable[[Tensor, int], Tensor] | None) -> Tensor:
     return torch.cat([turn(part, i) for i, part in enumerate(parts)] if turn else parts)
+
+
+def _group_last(output: Tensor, a: Architecture) -> Tensor:
+    """Columns from (group, head within it) to (head within its group, group); a group shares one key-value head."""
+    return output.view(a.width, a.kv_heads, -1, a.head_dim).transpose(1, 2).flatten(1).contiguous()
 
 
 def _interleave(tensor: Tensor, head_dim: int) -> Tensor:
