@@ -54,6 +54,7 @@ def run(argv: Sequence[str]) -> int:
 def _run(folder: Path, start: bool, overrides: Overrides) -> EvalResult:
     """Measure a run's policy and record it as what came before or after the training."""
     from farflung.config import override_recipe
+    from farflung.report import draw_report
     from farflung.run.ledger import Ledger
     from farflung.run.workspace import Workspace
 
@@ -70,6 +71,7 @@ def _run(folder: Path, start: bool, overrides: Overrides) -> EvalResult:
     ledger = Ledger(folder)
     ledger.add_evaluation(name, result.to_dict())
     ledger.close()
+    draw_report(folder)
     return result
 
 
