@@ -97,6 +97,8 @@ def test_large_changes_become_one_hunk_quickly() -> None:
         ("getattr(a, '__glo' + 'bals__')", "getattr of a computed name"),
         ("class A:\n    def __eq__(self, o): return True", "__eq__"),
         ("class A:\n    __eq__ = f", "__eq__"),
+        ("class A(metaclass=M): pass", "metaclass"),
+        ("match f:\n case object(__globals__=g): pass", "__globals__"),
         ("import random\nrandom.random = f", "assignment to random.random"),
         ("from tests import test_m", "import of test_m from the tests"),
         ("import tests.test_m as t", "import of tests.test_m"),

@@ -53,11 +53,6 @@ class BubblewrapFactory:
         if (problem := self._try()) is not None:
             raise problem
 
-    @property
-    def limits(self) -> str:
-        """Who enforces the limits on memory and processes, for people."""
-        return "rlimits, each process by itself" if self._cgroups is None else "control groups"
-
     async def open(self, files: Mapping[str, str]) -> Sandbox:
         return await Box.start(self._plan(), files, self._config.start_seconds)
 

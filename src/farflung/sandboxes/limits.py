@@ -36,9 +36,10 @@ class Group:
         """SIGKILL to everything in it, for sandboxes that have no process namespace to die with."""
         for folder in self.folders:
             with contextlib.suppress(OSError):
-                for pid in (folder / "cgroup.procs").read_text().split():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(pid), 9)
+                for pid in map(int, (folder / "cgroup.procs").read_text().split()):
+                    if pid > 0:  # 0 stands for a process that our own namespace does not show
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, 9)
 
     def remove(self) -> bool:
         """False while something in it is still dying."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,15 +29,16 @@ class ProcessFactory:
 
     def _plan(self) -> Plan:
         config, python = self._config, self._python
+        scratch = Path(tempfile.mkdtemp(prefix="farflung-"))
+        tree, home = scratch / "repo", scratch / "tmp"
+        group = None
         try:
-            scratch = Path(tempfile.mkdtemp(prefix="farflung-"))
-            tree, home = scratch / "repo", scratch / "tmp"
             tree.mkdir()
             home.mkdir()
-            group = None
             if self._cgroups is not None:
                 group = self._cgroups.make(config.memory_mb << 20, config.processes)
         except OSError as error:
+            shutil.rmtree(scratch, ignore_errors=True)
             raise SandboxError(f"cannot make a working tree: {error}", where="sandbox") from None
         memory = 0 if group else config.memory_mb << 20
         argv = python.argv(str(tree), file_size=config.disk_mb << 20, memory=memory, scratch=str(scratch))

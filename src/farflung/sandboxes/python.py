@@ -12,6 +12,7 @@ from pathlib import Path
 from farflung.sandboxes import inside
 from farflung.sandboxes.base import SandboxError
 
+SYSTEM = Path("/usr/bin/python3")
 COMPILE = """
 import importlib._bootstrap_external as b, os, sys, unittest
 code = compile(sys.stdin.read(), "inside.py", "exec", dont_inherit=True, optimize=2)
@@ -41,13 +42,15 @@ def find_python() -> Python:
     """
     own = Path(sys.base_prefix)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    system = Path("/usr/bin/python3")
-    for executable, prefix in ((system, Path("/usr")), (own / "bin" / "python3", own)):
-        if executable.resolve().name == version and (program := _compile(executable)):
+    choices = [(own / "bin" / "python3", own)]
+    if SYSTEM.resolve().name == version:
+        choices.insert(0, (SYSTEM, Path("/usr")))
+    for executable, prefix in choices:
+        if program := _compile(executable):
             fd = os.memfd_create("farflung-inside", os.MFD_CLOEXEC)
             os.write(fd, program)
             return Python(executable, prefix, fd)
-    raise SandboxError(f"no {version} with unittest in {system} or {own / 'bin'}", where="sandbox")
+    raise SandboxError(f"no {version} with unittest in /usr/bin or {own / 'bin'}", where="sandbox")
 
 
 def _compile(executable: Path) -> bytes:

@@ -24,10 +24,10 @@ NAMES = frozenset(
     __bases__ __base__ __builtins__ __class__ __closure__ __code__ __defaults__ __dict__ __func__ __getattribute__
     __globals__ __import__ __loader__ __mro__ __path__ __self__ __spec__ __subclasses__ __traceback__ __wrapped__
     __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __contains__ __hash__ __bool__ __sub__ __rsub__ __abs__ __round__
-    __getattr__ __instancecheck__ __subclasscheck__
+    __getattr__ __setattr__ __prepare__ __instancecheck__ __subclasscheck__
     _current_frames _exit _getframe _getframemodulename abort attrgetter breakpoint compile cr_frame eval exec
     excepthook exc_info execv execve f_back f_builtins f_globals f_locals fork forkpty get_stack get_type_hints gi_frame
-    globals kill locals methodcaller modules monitoring setattr setprofile settrace tb_frame unittest unraisablehook vars
+    globals kill locals make_dataclass metaclass methodcaller modules monitoring new_class setattr setprofile settrace tb_frame unittest unraisablehook vars
     walk_stack walk_tb CodeType ForwardRef FunctionType TestCase TestResult addaudithook meta_path path_hooks
     path_importer_cache
     """.split()
@@ -72,9 +72,16 @@ def _names(tree: ast.Module, tests: frozenset[str]) -> Iterator[str]:
             case ast.ImportFrom(names=names):
                 imported |= {n.asname or n.name for n in names}
                 yield from _from(node, tests)
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.Constant(value=str(name)):
+            case (
+                ast.Name(id=name)
+                | ast.Attribute(attr=name)
+                | ast.Constant(value=str(name))
+                | ast.keyword(arg=str(name))
+            ):
                 if name in NAMES:
                     yield name
+            case ast.MatchClass(kwd_attrs=names):
+                yield from (name for name in names if name in NAMES)
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 if name in NAMES:
                     yield name
