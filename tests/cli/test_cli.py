@@ -59,6 +59,7 @@ def test_every_command_explains_itself_without_torch(command: str) -> None:
         (["train", "--resume", "x", "--train.lr", "1"], "a run goes on with the recipe and the folder that it has"),
         (["quickstart", "--train.lrr", "1"], "--train.lrr: unknown key 'train.lrr'\n  did you mean 'lr'?"),
         (["quickstart", "--updates", "many"], '--run.updates: run.updates should be a valid integer, not "many"'),
+        (["quickstart", "--summary", "no/where.json"], "--summary no/where.json: the folder no is not there"),
         (["report", "nowhere"], "nowhere: no run is here"),
         (["report"], "report: the following arguments are required: run"),
         (["eval", "./nowhere"], "model.path ./nowhere: no such folder"),

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from farflung.core.errors import BadInput
@@ -42,6 +43,12 @@ def nearest(word: str, valid: Iterable[str], cutoff: float = 0.5) -> str:
     """A sentence that names the valid word closest to this one, or nothing."""
     near = difflib.get_close_matches(word, list(valid), n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}? " if near else ""
+
+
+def check_output(path: Path | None, flag: str) -> None:
+    """Better now than after an hour: raises BadInput if a file that is written at the end has no folder."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise BadInput(f"the folder {path.parent} is not there", where=f"{flag} {path}", mend="make it first")
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], Overrides]:

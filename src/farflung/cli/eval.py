@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from farflung.cli.args import Overrides, Parser
+from farflung.cli.args import Overrides, Parser, check_output
 from farflung.cli.recipes import find_recipe, parse
 from farflung.core.errors import BadInput
 
@@ -34,6 +34,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole result as JSON")
     parser.add_argument_group("recipe", "any key can be set with dots, e.g. --eval.tasks 20 --eval.samples 8")
     args, overrides = parse(parser, argv)
+    check_output(args.json, "--json")
     is_run = (Path(args.what) / "ledger.sqlite").is_file()
     if args.start and not is_run:
         raise BadInput("--start is for a run", where=f"eval {args.what}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from farflung.cli.args import Parser
+from farflung.cli.args import Parser, check_output
 from farflung.cli.recipes import add_shortcuts, dry_run, find_recipe, free_folder, parse
 
 DESCRIPTION = """Train a small packaged policy to repair Python packages, here and now: measured on held-out tasks before and after, fed
@@ -23,6 +23,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and what would run")
     add_shortcuts(parser)
     args, overrides = parse(parser, argv)
+    check_output(args.summary, "--summary")
 
     from farflung.config import load_recipe
 
