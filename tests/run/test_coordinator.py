@@ -27,6 +27,7 @@ class Served:
     def __init__(self, folder: Path, settings: Recipe) -> None:
         self.ledger = Ledger(folder)
         self.coordinator = Coordinator(self.ledger, Buffer(self.ledger, settings, ["t"]), settings, {"model": "m"})
+        self.coordinator.start_sampling()
         self.url = ""
         self.http: aiohttp.ClientSession
 
@@ -69,6 +70,20 @@ async def test_tickets_episodes_batches_updates(served: Served) -> None:
     assert await served.post("/v1/updates", report) == (200, b'{"recorded": false}')
     assert served.coordinator.status()["update"] == 1
     assert served.coordinator.status()["episodes"] == 2
+
+
+async def test_no_ticket_is_given_before_the_fleet_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.1)
+    settings = recipe()
+    ledger = Ledger(tmp_path)
+    coordinator = Coordinator(ledger, Buffer(ledger, settings, ["t"]), settings, {})
+    runner, url = await wire.listen(coordinator.app(wire.guard(TOKEN)), "127.0.0.1", 0)
+    async with aiohttp.ClientSession(headers=wire.bearer(TOKEN)) as http:
+        for expected in (0, 3):
+            async with http.post(f"{url}/v1/tickets", json={"worker": "w", "max": 3}) as answer:
+                assert len((await answer.json())["episodes"]) == expected
+            coordinator.start_sampling()
+    await runner.cleanup()
 
 
 async def test_over_is_said_to_everybody(served: Served) -> None:

@@ -49,6 +49,7 @@ class Run:
         self.ledger = Ledger(self.folder)
         buffer = Buffer(self.ledger, self.settings, [self.task])
         self.coordinator = Coordinator(self.ledger, buffer, self.settings, self.facts)
+        self.coordinator.start_sampling()
         port = int(self.url.rpartition(":")[2]) if self.url else 0
         self._runner, self.url = await wire.listen(self.coordinator.app(wire.guard(TOKEN)), "127.0.0.1", port)
 

@@ -40,12 +40,23 @@ class Coordinator:
         self._pulse = asyncio.Event()
         self._workers: dict[str, float] = {}
         self._ending = False
+        self._sampling = False
         self.halted: str | None = None
         self.started = time.time()
 
     @property
     def over(self) -> bool:
         return self._ending or self._ledger.last_update() >= self._recipe.run.updates
+
+    @property
+    def sampling(self) -> bool:
+        """Whether tickets are given out yet."""
+        return self._sampling
+
+    def start_sampling(self) -> None:
+        """The fleet is there (or has had its time): give tickets out."""
+        self._sampling = True
+        self._notify()
 
     def finish_early(self) -> None:
         """Make no further updates (time is up); the one being made is still recorded."""
@@ -121,7 +132,7 @@ class Coordinator:
         while True:
             if self.over or self.halted:
                 return web.json_response({"error": self.halted or "the run is over", "kind": "over"}, status=410)
-            if tickets := self._buffer.tickets(worker, most):
+            if self._sampling and (tickets := self._buffer.tickets(worker, most)):
                 return web.json_response({"episodes": [asdict(ticket) for ticket in tickets]})
             if not await self._change(deadline):
                 return web.json_response({"episodes": []})

@@ -28,6 +28,7 @@ from farflung.run.workspace import Workspace
 
 LOOK_SECONDS = 0.5
 POOL_SECONDS = 2.0
+GRACE_SECONDS = 60.0  # for all pools to be ready, so that the first sessions are shared out over all of them
 FINISH_SECONDS = 60.0  # for the trainer to write the last policy
 
 
@@ -159,7 +160,7 @@ class _Run:
                     return None
                 if self._stop.is_set():
                     return "stopped by hand"
-                if time.monotonic() - looked > POOL_SECONDS:
+                if time.monotonic() - looked > (POOL_SECONDS if self._coordinator.sampling else 0):
                     looked = time.monotonic()
                     await self._look(http)
                 self._view.show(self._snapshot())
@@ -173,14 +174,24 @@ class _Run:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
             async with http.get(f"{self._router}/v1/status") as answer:
                 self._fleet = (await answer.json())["pools"]
+        now = time.monotonic()
+        if not self._coordinator.sampling and (self._all_ready() or now - self._began > GRACE_SECONDS):
+            self._coordinator.start_sampling()
         if not self._fleet:
             return
-        now = time.monotonic()
         for name, status in self._fleet.items():
             series = self._sampled.setdefault(name, [])
             series.append((now, int(status.get("sampled_tokens", 0))))
             del series[:-10]
         self._ledger.add_pools(self._fleet)
+
+    def _all_ready(self) -> bool:
+        """Whether every replica that was started here serves."""
+        return all(
+            sum(not replica["loading"] for replica in self._fleet.get(pool.name, {}).get("replicas", ()))
+            >= pool.replicas
+            for pool in self._recipe.pools
+        )
 
     def _snapshot(self) -> Snapshot:
         status = self._coordinator.status()
