@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.corrections.oracle import RULES, Problem, dense_logits, problems, surrogate
 
 from farflung.core.errors import BadInput
 from farflung.corrections import Masked, Plain, Supports, candidate_loss, centred_loss, vocabulary_loss
+from tests.corrections.oracle import RULES, Problem, dense_logits, problems, surrogate
 
 rules = st.sampled_from(sorted(RULES))
 

@@ -50,10 +50,10 @@ def test_every_sequence_lies_whole_in_one_pack(
         assert rows <= max(budget, *(len(found[i]) for i in each.paths))
         if len(each.paths) > 1:
             assert rows <= budget
-        edges = [s.start for s in each.layout.segments] + [each.layout.segments[-1].stop]
-        assert edges[0] == 0
-        assert edges[-1] == rows
-        assert [s.stop for s in each.layout.segments] == edges[1:]
+        layout = each.layout
+        assert sum(layout.own) == rows
+        assert all(0 < own <= length for own, length in zip(layout.own, layout.lengths, strict=True))
+        assert (layout.gather is None) == (layout.own == layout.lengths)
         used = np.zeros(rows, bool)
         for index, path in each.paths.items():
             assert torch.equal(each.ids[path], torch.from_numpy(found[index]).long())

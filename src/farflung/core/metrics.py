@@ -13,8 +13,9 @@ class TokenStats:
 
     kl: exact KL(q || p) over each recorded support. k3: its one-sample estimate at the sampled token,
     expm1(log p - log q) - (log p - log q). out_of_band: share of tokens with p/q outside [0.2, 5]. masked: share whose
-    weight was zero. entropy: of p over the support, in nats. staleness: trainer version minus the token's version.
-    samples: trajectories; tokens: action tokens that were measured; reward: mean over the trajectories.
+    weight was zero. entropy: of p over the support, in nats. These five are means over the measured tokens, ``tokens`` of
+    them: those of groups that were trained. staleness: trainer version minus the token's version, over every action token
+    taken. samples: trajectories (a pool's: those of which it sampled most tokens); reward: mean over them.
     """
 
     samples: int = 0
@@ -34,7 +35,8 @@ class UpdateMetrics:
     """One optimiser step. ``all`` covers every group that was taken, ``pools`` splits it by where tokens came from.
 
     trained_groups had reward variance, skipped_groups had none and cost no compute; length is in tokens of the whole
-    transcript; format_errors is the share of episodes that ended so; seconds are wall time by part.
+    transcript; format_errors is the share of episodes that ended so; trained_tokens are the transcript tokens of trained
+    episodes up to their last action, also those that a shared prefix saved; seconds are wall time by part.
     """
 
     update: int

@@ -1,13 +1,13 @@
 """Attention for packed sequences: several sequences lie in one row, and each token sees only its own sequence.
 
 A pack may hold a prefix that several sequences begin with once: a sequence's own rows then attend to the rows of its
-path, which are its whole sequence in order, wherever they lie in the pack.
+whole sequence, wherever they lie in the pack.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,42 +24,33 @@ NAME = "farflung_packed"
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Rows start..stop of the pack are the tokens that a sequence adds; ``path`` [n] int64 are the rows of its tokens.
+class Layout:
+    """The sequences of a pack in the order of their own rows, which cover the pack.
 
-    ``path`` is None when the sequence shares nothing, that is when it is exactly start..stop.
+    own: rows that each sequence adds, all above 0; lengths: tokens of the whole sequence, own ones last. gather
+    [sum of lengths] int64: the rows of every sequence's tokens, or None if nothing is shared, that is if the rows are in
+    order. Masks are made once and serve every layer.
     """
 
-    start: int
-    stop: int
-    path: Tensor | None
-
-    @property
-    def length(self) -> int:
-        """Tokens of the whole sequence."""
-        return self.stop - self.start if self.path is None else len(self.path)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The segments of a pack; together they cover its rows in order. Masks are made once and serve every layer."""
-
-    segments: tuple[Segment, ...]
+    own: tuple[int, ...]
+    lengths: tuple[int, ...]
+    gather: Tensor | None
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
-    def mask(self, index: int, window: int | None, device: torch.device) -> Tensor | None:
-        """Which of its sequence's tokens each own row sees, [own, length] bool, or None for plain causal attention."""
-        segment = self.segments[index]
-        length, own = segment.length, segment.stop - segment.start
+    def mask(self, index: int, window: int | None, like: Tensor) -> Tensor | None:
+        """0 where an own row sees a token of its sequence, else -inf: [own, length], or None for plain causal attention."""
+        own, length = self.own[index], self.lengths[index]
         if window is not None and window >= length:
             window = None
-        if segment.path is None and window is None:
+        if own == length and window is None:
             return None
         if (index, window) not in self.masks:
-            row = torch.arange(length - own, length, device=device)[:, None]
-            column = torch.arange(length, device=device)
-            seen = column <= row
-            self.masks[index, window] = seen if window is None else seen & (column > row - window)
+            row = torch.arange(length - own, length, device=like.device)[:, None]
+            column = torch.arange(length, device=like.device)
+            hidden = column > row
+            if window is not None:
+                hidden |= column <= row - window
+            self.masks[index, window] = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
         return self.masks[index, window]
 
 
@@ -89,41 +80,40 @@ def packed_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if _varlen is not None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen_attention(query, key, value, scaling, sliding_window, layout), None
+    # Splits, not slices: the backward pass of a split is one concatenation.
+    queries = torch.split(query, list(layout.own), 2)
+    keys, values = (torch.split(_spread(states, layout), list(layout.lengths), 2) for states in (key, value))
     parts = []
-    for index, segment in enumerate(layout.segments):
-        rows = slice(segment.start, segment.stop)
-        if segment.path is None:
-            k, v = key[:, :, rows], value[:, :, rows]
-        else:
-            k, v = key.index_select(2, segment.path), value.index_select(2, segment.path)
-        mask = layout.mask(index, sliding_window, query.device)
+    for index, (q, k, v) in enumerate(zip(queries, keys, values, strict=True)):
+        mask = layout.mask(index, sliding_window, q)
         parts.append(
             scaled_dot_product_attention(
-                query[:, :, rows], k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
             )
         )
     return torch.cat(parts, 2).transpose(1, 2), None
 
 
+def _spread(states: Tensor, layout: Layout) -> Tensor:
+    """Keys or values [1, heads, rows, d] as those of every whole sequence in turn: [1, heads, sum of lengths, d]."""
+    if layout.gather is None:
+        return states
+    # By token, as projections leave them in memory: whole rows are copied.
+    return states.transpose(1, 2).index_select(1, layout.gather).transpose(1, 2)
+
+
 def _varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, layout: Layout
 ) -> Tensor:
-    """All segments in one kernel. With fewer queries than keys it aligns their ends, as the own rows of a path need."""
-    device = query.device
-    paths = [
-        torch.arange(s.start, s.stop, device=device) if s.path is None else s.path for s in layout.segments
-    ]  # fmt: skip
-    gathered = torch.cat(paths)
-    own = [s.stop - s.start for s in layout.segments]
-    lengths = [s.length for s in layout.segments]
+    """All sequences in one kernel. With fewer queries than keys it aligns their ends, as own rows need."""
     out: Tensor = _varlen(  # type: ignore[misc]
         query[0].transpose(0, 1),
-        key[0].transpose(0, 1)[gathered],
-        value[0].transpose(0, 1)[gathered],
-        _offsets(own, device),
-        _offsets(lengths, device),
-        max(own),
-        max(lengths),
+        _spread(key, layout)[0].transpose(0, 1),
+        _spread(value, layout)[0].transpose(0, 1),
+        _offsets(layout.own, query.device),
+        _offsets(layout.lengths, query.device),
+        max(layout.own),
+        max(layout.lengths),
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=True,
@@ -131,7 +121,7 @@ def _varlen_attention(
     return out[None]
 
 
-def _offsets(lengths: list[int], device: torch.device) -> Tensor:
+def _offsets(lengths: Sequence[int], device: torch.device) -> Tensor:
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=device)
     offsets[1:] = torch.tensor(lengths, device=device).cumsum(0)
     return offsets

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from farflung.core.supports import Int32, Int64
-from farflung.trainer.attention import Layout, Segment
+from farflung.trainer.attention import Layout
 
 MIN_SHARED = 16
 """Shorter common prefixes are not worth their mask."""
@@ -92,7 +92,7 @@ def _common(a: Int32, b: Int32) -> int:
 def _lay_out(sequences: Sequence[Int32], units: list[_Unit], device: torch.device) -> Pack:
     ids: list[Int32] = []
     positions: list[Int64] = []
-    segments: list[Segment] = []
+    whole: list[Int64] = []
     paths: dict[int, Int64] = {}
     rows = 0
     for unit in units:
@@ -101,16 +101,16 @@ def _lay_out(sequences: Sequence[Int32], units: list[_Unit], device: torch.devic
             own = sequences[index][shared:]
             path = np.concatenate([path[:shared], np.arange(rows, rows + len(own))])
             paths[index] = path
-            if len(own) == 0:
-                continue
-            ids.append(own)
-            positions.append(np.arange(shared, shared + len(own)))
-            on_device = torch.from_numpy(path).to(device) if shared else None
-            segments.append(Segment(rows, rows + len(own), on_device))
-            rows += len(own)
+            if len(own):
+                ids.append(own)
+                positions.append(np.arange(shared, shared + len(own)))
+                whole.append(path)
+                rows += len(own)
+    lengths = tuple(map(len, whole))
+    gather = None if sum(lengths) == rows else torch.from_numpy(np.concatenate(whole)).to(device)
     return Pack(
         torch.from_numpy(np.concatenate(ids)).to(device, torch.int64),
         torch.from_numpy(np.concatenate(positions)).to(device),
-        Layout(tuple(segments)),
+        Layout(tuple(map(len, ids)), lengths, gather),
         paths,
     )
