@@ -34,9 +34,10 @@ class Policy:
     """``hidden`` gives last hidden states of a pack; ``head`` and ``bias`` are the LM head that the losses read."""
 
     def __init__(
-        self, source: str | Path, *, device: torch.device, compute: torch.dtype, gradient_checkpointing: bool = False
+        self, folder: str | Path, *, device: torch.device, compute: torch.dtype, gradient_checkpointing: bool = False
     ) -> None:
-        self.folder = resolve(source)
+        self.folder = Path(folder)
+        _check_folder(self.folder)
         self.device = device
         self.compute = compute
         self.config, self.model = _load(self.folder)
@@ -137,26 +138,14 @@ class Policy:
         return False
 
 
-def resolve(source: str | Path) -> Path:
-    """The folder of a model: the one given, or the Hub's (cached or fetched). Raises BadInput."""
-    folder = Path(source)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise BadInput("no config.json: not a Hugging Face model folder", where=str(source))
-        if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
-            raise BadInput("no weights (*.safetensors) beside its config.json", where=str(source))
-        return folder
-    if folder.exists() or folder.is_absolute() or str(source).startswith(".") or str(source).count("/") != 1:
-        raise BadInput("no such model folder", where=str(source), mend="give a folder or a Hub id such as OWNER/NAME")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
-        )
-    except Exception as error:  # the Hub client raises many kinds: unknown id, no network, no right
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise BadInput(f"no such folder, and not on the Hub: {reason}", where=str(source)) from None
+def _check_folder(folder: Path) -> None:
+    """Raises BadInput unless it could be a model."""
+    if not folder.is_dir():
+        raise BadInput("no such model folder", where=str(folder))
+    if not (folder / "config.json").is_file():
+        raise BadInput("no config.json: not a Hugging Face model folder", where=str(folder))
+    if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
+        raise BadInput("no weights (*.safetensors) beside its config.json", where=str(folder))
 
 
 def _load(folder: Path) -> tuple[Any, Any]:

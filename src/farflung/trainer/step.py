@@ -43,7 +43,7 @@ class Trainer:
         *,
         device: str | None = None,
     ) -> None:
-        """``model`` is a folder or Hub id, ``device`` "cpu" or "cuda" (what there is, if not said). Raises BadInput."""
+        """``model`` is a Hugging Face folder, ``device`` "cpu" or "cuda" (what there is, if not said). Raises BadInput."""
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.train = train
         self.temperature = temperature
