@@ -152,6 +152,8 @@ class Batch:
         rows["remaining"] -= 1
         bad = np.isnan(drawn.logprobs)
         done = (rows["remaining"] <= 0) | (self._stops[:n] == drawn.ids[:, None]).any(-1)
+        if not (done.any() or bad.any()):
+            return [], []
         return np.flatnonzero(done & ~bad).tolist(), np.flatnonzero(bad).tolist()
 
     def stopped(self, row: int) -> bool:

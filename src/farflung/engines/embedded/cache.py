@@ -86,7 +86,8 @@ class RowCache:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._mask_view = torch.zeros(0)
-        self._index = torch.zeros(0)
+        self._index, self._places = torch.zeros(0), torch.zeros(0)
+        self._written = True
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room for ``rows`` sequences of ``length`` tokens; grows by doubling, and never shrinks."""
@@ -108,11 +109,12 @@ class RowCache:
         self._slots = (np.arange(self._rows)[:, None] * len(heads) + heads) * self._length
         self._starts = np.arange(self._rows) * self._length
         self._flat_mask = self._mask.view(-1)
-        self._seen = (0, 0)
+        self._seen, self._written = (0, 0), True
 
     def write(self, row: int, kv: Tensor) -> None:
         """Set a row to a sequence's keys and values, ``kv_shape(n)``."""
         length = kv.shape[2]
+        self._written = True
         self._kv[:, row, :, :length] = kv
         self._mask[row].fill_(-torch.inf)
         self._mask[row, :length] = 0
@@ -122,17 +124,25 @@ class RowCache:
         return self._kv[:, row, :, :length]
 
     def begin(self, lengths: Int64) -> None:
-        """lengths [n]: tokens that each of the first n rows holds already; the next one is stored behind them."""
+        """lengths [n]: tokens that each of the first n rows holds already; the next one is stored behind them.
+
+        As long as no row is written and n stays, every call means one token more per row.
+        """
         n, extent = len(lengths), -(-(int(lengths.max()) + 1) // _STEP) * _STEP
+        if self._written or self._seen[0] != n:
+            self._index = torch.from_numpy((self._slots[:n] + lengths[:, None]).reshape(-1)).to(self._device)
+            self._places = torch.from_numpy(self._starts[:n] + lengths).to(self._device)
+            self._written = False
+        else:
+            self._index.add_(1)
+            self._places.add_(1)
         if self._seen != (n, extent):
             keys = self._a.kv_heads
             self._keys = [layer[:n, :keys, :extent] for layer in self._kv]
             self._values = [layer[:n, keys:, :extent] for layer in self._kv]
             self._mask_view = self._mask[:n, None, None, :extent]
             self._seen = (n, extent)
-        self._index = torch.from_numpy((self._slots[:n] + lengths[:, None]).reshape(-1)).to(self._device)
-        places = torch.from_numpy(self._starts[:n] + lengths).to(self._device)
-        self._flat_mask.index_fill_(0, places, 0.0)
+        self._flat_mask.index_fill_(0, self._places, 0.0)
 
     def attend(self, layer: int, queries: Tensor, keys_values: Tensor) -> Tensor:
         a = self._a

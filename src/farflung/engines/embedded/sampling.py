@@ -95,22 +95,34 @@ def _draw_open(logits: Tensor, uniforms: Float64) -> Draw:
     Only the sums of blocks are accumulated over the vocabulary, in float64, so no probability drowns in rounding.
     """
     n, vocabulary = logits.shape
-    rows = np.arange(n)
     mass = logits.softmax(-1)
     if vocabulary % _BLOCK:
         mass = F.pad(mass, (0, -vocabulary % _BLOCK))
-    blocks = mass.view(n, -1, _BLOCK)
-    cumulative = np.cumsum(blocks.sum(-1).cpu().numpy(), -1, np.float64)
-    target = uniforms * cumulative[:, -1]
-    block = np.minimum((cumulative <= target[:, None]).sum(-1), cumulative.shape[1] - 1)
-    target -= np.where(block > 0, cumulative[rows, block - 1], 0.0)
-    if logits.device.type == "cpu":
-        within = blocks.numpy()[rows, block]
-    else:
-        within = blocks[tuple(torch.from_numpy(i).to(logits.device) for i in (rows, block))].cpu().numpy()
-    inner = np.cumsum(within, -1, np.float64)
-    # Rounding can leave the target at or past the block's end: then its last entry that has any mass is meant.
-    last = _BLOCK - 1 - np.argmax(within[:, ::-1] > 0, -1)
-    chosen = np.minimum((inner <= target[:, None]).sum(-1), last)
-    logprobs = np.log(within[rows, chosen] / cumulative[:, -1]).astype(np.float32)
+    blocks = mass.view(-1, _BLOCK)
+    cumulative = np.cumsum(blocks.sum(-1).view(n, -1).cpu().numpy(), -1, np.float64)
+    total = cumulative[:, -1]
+    target = uniforms * total
+    block, before = _invert(cumulative, target)
+    rows = np.arange(n)
+    place = rows * cumulative.shape[1] + block
+    within = blocks.numpy().take(place, 0) if blocks.device.type == "cpu" else _fetch(blocks, place)
+    chosen, _ = _invert(np.cumsum(within, -1, np.float64), target - before)
+    picked = within[rows, chosen]
+    if not picked.all():
+        # Rounding left the target past all mass of its block: its likeliest entry stands in.
+        chosen = np.where(picked > 0, chosen, within.argmax(-1))
+        picked = within[rows, chosen]
+    logprobs = np.log(picked / total).astype(np.float32)
     return Draw(block * _BLOCK + chosen, logprobs, np.zeros(n, np.int64), _NO_IDS, _NO_LOGPROBS)
+
+
+def _invert(cumulative: Float64, target: Float64) -> tuple[Int64, Float64]:
+    """The first entry of each row [n, m] that exceeds the target [n], and the sum before it."""
+    place = np.minimum((cumulative <= target[:, None]).sum(-1), cumulative.shape[1] - 1)
+    below = cumulative.take(np.arange(len(place)) * cumulative.shape[1] + np.maximum(place - 1, 0))
+    return place, below * (place > 0)
+
+
+def _fetch(blocks: Tensor, place: Int64) -> Float32:
+    fetched: Float32 = blocks[torch.from_numpy(place).to(blocks.device)].cpu().numpy()
+    return fetched

@@ -51,7 +51,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer. Projections are transposed views [in, out] in the compute type. Rows of ``output`` are ordered by
+    """One decoder layer. Projections are [in, out] in the compute type. Rows of ``output`` are ordered by
     (head within its group, group): the order in which attention over grouped heads leaves its result in memory.
 
     Gains are norm weights times sqrt(width), float32; where the compute type is float32, ``qkv`` and ``gate_up`` carry
@@ -109,7 +109,7 @@ def prepare(
     ) -> Tensor:
         parts = [matrix(f"{name}.weight", r, a.width) for name, r in zip(names, rows, strict=True)]
         stacked = _stack(parts, turn).to(device)
-        return (stacked if gain is None else stacked.mul_(gain)).t()
+        return (stacked if gain is None else stacked.mul_(gain)).t().contiguous()
 
     def bias(
         names: tuple[str, ...], rows: tuple[int, ...], turn: Callable[[Tensor, int], Tensor] | None
