@@ -20,7 +20,6 @@ from farflung.trainer.packing import Pack, pack
 
 log = logging.getLogger(__name__)
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 SIDE_FILES = (
     "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
     "generation_config.json", "spiece.model", "sentencepiece*",
@@ -144,7 +143,7 @@ def _check_folder(folder: Path) -> None:
         raise BadInput("no such model folder", where=str(folder))
     if not (folder / "config.json").is_file():
         raise BadInput("no config.json: not a Hugging Face model folder", where=str(folder))
-    if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
+    if not any(folder.glob("*.safetensors")):
         raise BadInput("no weights (*.safetensors) beside its config.json", where=str(folder))
 
 
@@ -160,7 +159,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
             if isinstance(value, float) and (name.endswith(("dropout", "dropout_prob", "_pdrop")) or name == "dropout"):
                 setattr(config, name, 0.0)
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, output_loading_info=True
+            folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
     except ValueError as error:
         first = str(error).strip().splitlines()[0]
