@@ -70,7 +70,11 @@ FORMS: tuple[Form, ...] = (
     _form(
         "fits whole_parts divide share_out boxes",
         "ip",
-        ("Return how often {b} fits in {a}.", "Divide {a} by {b}, rounded down.", "Return the whole part of {a} over {b}."),
+        (
+            "Return how often {b} fits in {a}.",
+            "Divide {a} by {b}, rounded down.",
+            "Return the whole part of {a} over {b}.",
+        ),
         "return {a} // {b}",
         (OPERATOR, "{a} // {b}", "{a} % {b}"),
         (OPERATOR, "{a} // {b}", "{a} * {b}"),

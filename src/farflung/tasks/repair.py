@@ -36,14 +36,19 @@ class _Function:
         lines = [f'"""{self.doc.format_map(self.words)}"""', *body.split("\n")]
         return f"def {self.name}({arguments}):\n" + "".join(f"    {line}\n" for line in lines)
 
-    def run(self, arguments: list[Any], fault: Fault | None = None) -> Any:
-        """What the function returns, or the exception's type: what a test sees."""
+    def build(self, fault: Fault | None = None) -> Callable[[list[Any]], Any]:
+        """The function itself, to be called with a list of arguments; what it raises is returned as the exception's type."""
         space: dict[str, Any] = {}
         exec(self.text(fault), space)  # our own templates
-        try:
-            return space[self.name](*arguments)
-        except Exception as error:
-            return type(error)
+        function = space[self.name]
+
+        def call(arguments: list[Any]) -> Any:
+            try:
+                return function(*arguments)
+            except Exception as error:
+                return type(error)
+
+        return call
 
 
 def generate(seed: int, taken: Set[str] = frozenset()) -> Iterator[Task]:
@@ -60,10 +65,10 @@ def generate(seed: int, taken: Set[str] = frozenset()) -> Iterator[Task]:
 
 
 def signature(task: Task) -> str:
-    """A hash of the faulty module with its functions' names replaced by their place: equal modules, equal signature."""
-    module = task.files[module_path(task)]
-    names = re.findall(r"^def (\w+)", module, re.MULTILINE)
-    for place, name in enumerate(names):
+    """A hash of the faulty module without docstrings, its functions named by place: the same for modules that differ in
+    nothing but words."""
+    module = re.sub(r'^ *""".*"""\n', "", task.files[module_path(task)], flags=re.MULTILINE)
+    for place, name in enumerate(re.findall(r"^def (\w+)", module, re.MULTILINE)):
         module = re.sub(rf"\b{name}\b", f"f{place}", module)
     return hashlib.sha256(module.encode()).hexdigest()
 
@@ -122,10 +127,10 @@ def _function(rng: random.Random, form: Form, name: str) -> _Function:
 def _cases(rng: random.Random, function: _Function, fault: Fault | None) -> list[tuple[list[Any], Any]]:
     """Two or three calls with their results; at least one tells the fault. Empty if no draw did."""
     constants = (int(function.words["k"]), int(function.words["m"]))
+    good, bad = function.build(), function.build(fault)
     calls = [[_INPUTS[kind](rng, constants) for kind in function.form.inputs] for _ in range(24)]
-    results = [(call, function.run(call)) for call in calls]
-    results = [(call, result) for call, result in results if not isinstance(result, type)]
-    telling = [(call, result) for call, result in results if function.run(call, fault) != result] if fault else results
+    results = [(call, result) for call in calls if not isinstance(result := good(call), type)]
+    telling = [(call, result) for call, result in results if bad(call) != result] if fault else results
     if not telling or len(results) < 3:
         return []
     chosen = [telling[0], *rng.sample(results, rng.choice((1, 2)))]

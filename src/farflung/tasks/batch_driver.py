@@ -1,6 +1,6 @@
 """Runs inside a sandbox: many commands, each with bash in a folder of its own, for episodes recorded by the thousand.
 
-    python3 shell_driver.py JOBS.json     JOBS is [[folder, command], ...]; prints [[exit code, output], ...]
+    python3 batch_driver.py JOBS.json     JOBS is [[folder, command], ...]; prints [[exit code, output], ...]
 
 Only this is different from a sandbox per episode: ``python3 -m unittest`` is answered by a fork of a process that has
 unittest loaded already, which saves nine tenths of its time. Needs the standard library alone.

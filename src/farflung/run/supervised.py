@@ -1,0 +1,117 @@
+"""Supervised training of a small Llama on solved episodes: cross-entropy of the policy's own tokens alone, in float32."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from farflung.core.supports import Int32
+
+Sample = tuple[Int32, npt.NDArray[np.bool_]]
+POOL = 16  # batches that are drawn together and sorted by length, so that little padding is computed
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Width, depth and vocabulary of the model. Widths are multiples of 128, so that every weight format has whole blocks."""
+
+    vocabulary: int = 1024
+    width: int = 128
+    hidden: int = 384
+    layers: int = 5
+    heads: int = 4
+
+
+def new_model(shape: Shape, seed: int, *, end_id: int, pad_id: int) -> Any:
+    """A Llama for causal language modelling with fresh weights, the same for the same seed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=shape.vocabulary,
+            hidden_size=shape.width,
+            intermediate_size=shape.hidden,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.heads,
+            head_dim=shape.width // shape.heads,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=end_id,
+            pad_token_id=pad_id,
+        )
+    )
+
+
+def fit(
+    model: Any,
+    samples: Sequence[Sample],
+    *,
+    steps: int,
+    batch: int,
+    lr: float,
+    seed: int,
+    progress: Callable[[int, float], None],
+) -> None:
+    """Train in place. ``progress`` hears (step, loss). Hidden matrices are stepped by Muon, the rest by AdamW: Muon needs
+    half as many steps to learn to copy out of the transcript, which is most of the task."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    optimisers = (
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0),
+    )
+    batches = _batches(samples, batch, random.Random(seed))
+    model.train()
+    for step in range(1, steps + 1):
+        for optimiser in optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = lr * _schedule(step, steps)
+            optimiser.zero_grad()
+        loss = _loss(model, next(batches))
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimiser in optimisers:
+            optimiser.step()
+        progress(step, loss.item())
+    model.eval()
+
+
+def _schedule(step: int, steps: int) -> float:
+    """Linear warm-up over the first 4 %, then a cosine to 2 %."""
+    warmup = max(steps // 25, 1)
+    return min(step / warmup, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+
+def _loss(model: Any, samples: Sequence[Sample]) -> Tensor:
+    """Mean cross-entropy over action tokens. Rows are padded on the right, which causal attention never looks at."""
+    length = max(len(ids) for ids, _ in samples)
+    ids = torch.zeros(len(samples), length, dtype=torch.long)
+    action = torch.zeros(len(samples), length, dtype=torch.bool)
+    for row, (tokens, acts) in enumerate(samples):
+        ids[row, : len(tokens)] = torch.from_numpy(tokens)
+        action[row, : len(acts)] = torch.from_numpy(acts)
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    chosen = action[:, 1:]
+    return functional.cross_entropy(model.lm_head(hidden[:, :-1][chosen]), ids[:, 1:][chosen])
+
+
+def _batches(samples: Sequence[Sample], size: int, rng: random.Random) -> Iterator[list[Sample]]:
+    """Endless epochs, each in a new order."""
+    while True:
+        order = rng.sample(samples, len(samples))
+        for at in range(0, len(order), size * POOL):
+            pool = sorted(order[at : at + size * POOL], key=lambda sample: len(sample[0]))
+            batches = [pool[i : i + size] for i in range(0, len(pool), size)]
+            yield from rng.sample(batches, len(batches))
