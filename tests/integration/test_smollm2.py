@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from runs import Run
 
 ROOT = Path(__file__).parents[2]
