@@ -1,0 +1,137 @@
+"""Was q what the sampler said? Recomputes it through transformers, sharing no code with the engine but the formats.
+
+A token names its version and its formats; from these, its prefix and the sampling rules follow its distribution. What is
+compared here is therefore everything that the trainer relies on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from farflung.core.sampling import Completion, KvFormat, SamplingParams, WeightFormat
+from farflung.core.supports import Float32, Int32
+from farflung.formats.kv import rounding
+from farflung.formats.selection import is_quantised
+from farflung.formats.weights import quantise
+
+Float64 = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def load_rounded(model: PreTrainedModel, weights: Mapping[str, Tensor], format: WeightFormat) -> None:
+    """Set a float32 model to what ``weights`` (Hugging Face names) are in ``format``."""
+    rounded = {}
+    for name, tensor in weights.items():
+        tensor = tensor.to(torch.bfloat16)
+        rounded[name] = quantise(tensor, format, name=name).dequantise() if is_quantised(name) else tensor.float()
+    missing, unexpected = model.load_state_dict(rounded, strict=False)
+    if unexpected or set(missing) - {"lm_head.weight"}:
+        raise ValueError(f"the weights do not fit the model: missing {missing}, unexpected {unexpected}")
+    model.tie_weights()
+
+
+class RoundedCache(DynamicCache):  # type: ignore[misc] # transformers has no types
+    """transformers' cache, holding keys and values as the pool's cache format does."""
+
+    def __init__(self, format: KvFormat) -> None:
+        super().__init__()
+        self._round = rounding(format)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(self._round(key_states), self._round(value_states), *args, **kwargs)
+        return keys, values
+
+
+@torch.inference_mode()
+def full_log_probs(model: PreTrainedModel, kv: KvFormat, ids: Int32, first: int, temperature: float) -> Tensor:
+    """Log-probabilities over the vocabulary that ids[first:] were drawn from before top-k and top-p, float32."""
+    inputs = torch.from_numpy(ids[:-1].astype(np.int64))[None]
+    logits = model(inputs, past_key_values=RoundedCache(kv), use_cache=True).logits[0, first - 1 :]
+    return torch.log_softmax(logits.float() / temperature, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """gaps [n]: largest difference between recorded and recomputed log-probability among each token's candidates (of the
+    token itself where the whole vocabulary was open). wrong [n]: tokens whose candidates are not what the rules give,
+    beyond rounding. places [n]: randomised probability integral transform of each token under the recomputed q, uniform
+    in [0, 1) exactly when tokens fall as often as q says."""
+
+    gaps: Float64
+    wrong: np.ndarray[Any, np.dtype[np.bool_]]
+    places: Float64
+
+
+def audit(
+    model: PreTrainedModel, kv: KvFormat, prompt: Int32, completion: Completion, params: SamplingParams, seed: int = 0
+) -> Audit:
+    """Compare one turn, all of whose tokens have the version and weight format that ``model`` was set to."""
+    ids = np.concatenate([prompt, completion.ids])
+    full = full_log_probs(model, kv, ids, len(prompt), params.temperature).double().numpy()
+    n = len(completion.ids)
+    randoms = np.random.default_rng(seed).random(n)
+    gaps, wrong, places = np.zeros(n), np.zeros(n, bool), np.zeros(n)
+    for t in range(n):
+        token = int(completion.ids[t])
+        if completion.supports is None:
+            names, recorded = np.arange(full.shape[1], dtype=np.int32), full[t]
+            gaps[t] = abs(float(full[t, token]) - float(completion.logprobs[t]))
+        else:
+            row = completion.supports.rows(t, t + 1)
+            names, recorded = row.ids, row.logprobs
+            again = full[t, names] - np.logaddexp.reduce(full[t, names])
+            gaps[t] = max(np.abs(again - recorded).max(), abs(again[names == token][0] - completion.logprobs[t]))
+            wrong[t] = not _follows_rules(full[t], row.ids, params)
+            recorded = again
+        mass = np.exp(recorded)
+        at = int(np.flatnonzero(names == token)[0])
+        places[t] = mass[:at].sum() + randoms[t] * mass[at]
+    return Audit(gaps, wrong, places)
+
+
+def _follows_rules(full: Float64, candidates: Int32, params: SamplingParams, slack: float = 1e-4) -> bool:
+    """Whether the candidates are the shortest prefix of the top_k likeliest whose mass reaches top_p, up to rounding."""
+    mass = np.exp(full)
+    inside = np.sort(mass[candidates])[::-1]
+    outside = np.delete(mass, candidates)
+    likeliest = outside.size == 0 or outside.max() <= inside[-1] * (1 + slack) + 1e-12
+    reached = inside.sum() >= params.top_p - slack or len(candidates) == min(params.top_k, len(full))
+    shortest = params.top_p == 1 or len(candidates) == 1 or inside[:-1].sum() < params.top_p + slack
+    return bool(likeliest and reached and shortest and len(candidates) <= params.top_k)
+
+
+def chi_square_p(counts: Float64, expected: Float64) -> float:
+    """Probability of counts at least this far from what was expected, by Pearson's chi-square."""
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    half = torch.tensor((len(counts) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(half, torch.tensor(statistic / 2, dtype=torch.float64)))
+
+
+def uniformity_p(places: Float64, bins: int = 100) -> float:
+    """The p-value of ``places`` being uniform in [0, 1)."""
+    counts = np.histogram(np.clip(places, 0, 1), bins, (0, 1))[0].astype(np.float64)
+    return chi_square_p(counts, np.full(bins, len(places) / bins))
+
+
+def frequencies_p(draws: Int32, candidates: Int32, logprobs: Float32) -> float:
+    """The p-value of repeated draws from one recorded distribution; candidates expected less than five times are pooled."""
+    expected = np.exp(logprobs.astype(np.float64)) * len(draws)
+    counts = (draws[:, None] == candidates).sum(0).astype(np.float64)
+    if counts.sum() != len(draws):
+        return 0.0
+    order = np.argsort(-expected)
+    expected, counts = expected[order], counts[order]
+    enough = max(1, int((expected >= 5).sum()))
+    if enough < len(expected):
+        tail = expected[enough:].sum()
+        # A tail that is too thin to stand alone joins the last candidate.
+        cut = enough if tail >= 5 else enough - 1
+        expected = np.append(expected[:cut], expected[cut:].sum())
+        counts = np.append(counts[:cut], counts[cut:].sum())
+    return chi_square_p(counts, expected) if len(expected) > 1 else 1.0
