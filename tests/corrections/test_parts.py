@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -21,12 +22,17 @@ from farflung.corrections import (
 )
 
 
-@given(st.lists(st.floats(-10, 10), min_size=1, max_size=9), st.booleans())
-def test_advantages_are_centred(rewards: list[float], std: bool) -> None:
-    advantages = group_advantages(rewards, std=std)
-    assert abs(sum(advantages)) < 1e-6 * max(1, max(map(abs, advantages)))
-    if len(set(rewards)) == 1:
-        assert advantages == [0.0] * len(rewards)
+@given(st.lists(st.integers(-9, 9), min_size=1, max_size=9), st.sampled_from([1e-200, 0.1, 1.0, 1e6]), st.booleans())
+def test_advantages_are_centred(levels: list[int], scale: float, std: bool) -> None:
+    advantages = group_advantages([scale * level for level in levels], std=std)
+    if len(set(levels)) == 1:
+        assert advantages == [0.0] * len(levels)
+        return
+    size = max(map(abs, advantages))
+    assert abs(sum(advantages)) < 1e-9 * size
+    assert [a < b for a, b in pairwise(advantages)] == [a < b for a, b in pairwise(levels)]
+    if std:
+        assert sum(a * a for a in advantages) == pytest.approx(len(levels))
 
 
 def test_advantages_by_hand() -> None:

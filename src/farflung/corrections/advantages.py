@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -16,5 +17,5 @@ def group_advantages(rewards: Sequence[float], *, std: bool = False) -> list[flo
     centred = [reward - mean for reward in rewards]
     if not std:
         return centred
-    spread = (sum(c * c for c in centred) / len(centred)) ** 0.5
+    spread = math.hypot(*centred) / math.sqrt(len(centred))  # hypot: no square of a small reward underflows
     return [c / spread for c in centred]
