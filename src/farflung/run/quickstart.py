@@ -40,7 +40,7 @@ def quickstart(recipe: Recipe, run_dir: Path, *, console: Console, summary: Path
     began = time.monotonic()
     meter = Meter()
     space = Workspace.create(run_dir, recipe)
-    checked = preflight(space)
+    checked = preflight(space, console)
 
     def measure(name: str, model: Path) -> EvalResult:
         result = evaluate_policy(

@@ -48,7 +48,7 @@ def train(space: Workspace, *, console: Console | None = None, meter: Meter | No
     Raises FarflungError for what cannot go on (bad input, a process that dies again and again, a full disk).
     """
     console = console or Console()
-    checked = preflight(space)
+    checked = preflight(space, console)
     with space.locked():
         try:
             return asyncio.run(_Run(space, checked, console, meter or Meter()).go())
