@@ -14,7 +14,7 @@ from farflung.core.task import Task
 from farflung.tasks.repair import generate, module_path
 
 TASKS = list(islice(generate(13), 120))
-SURE = Habits(careless=0.0, verify=0.0, tests_first=0.0)
+SURE = Habits(blind=0.0, careless=0.0, verify=0.0, tests_first=0.0)
 
 
 def commands(task: Task, habits: Habits, said: str = "FAILED (failures=1)", seed: int = 0) -> list[str]:
@@ -33,7 +33,7 @@ def test_its_edits_mend_the_bug_whatever_it_tried_before(tmp_path: Path, seed: i
         module = tmp_path / task.id / path
         module.parent.mkdir(parents=True)
         module.write_text(task.files[path])
-        for command in commands(task, Habits(careless=0.8, again=0.5), seed=seed):
+        for command in commands(task, Habits(blind=0.2, careless=0.8, again=0.5), seed=seed):
             if command.startswith("sed"):
                 subprocess.run(["bash", "-c", command], cwd=tmp_path / task.id, check=True)
         assert module.read_text() == task.fix[path]
@@ -48,7 +48,7 @@ def test_without_careless_habits_it_looks_edits_and_submits() -> None:
 
 
 def test_a_careless_solver_runs_the_tests_and_repairs_again() -> None:
-    tries = [commands(task, Habits(careless=1.0, again=0.0, verify=0.0, tests_first=0.0)) for task in TASKS]
+    tries = [commands(task, Habits(blind=0.0, careless=1.0, again=0.0, verify=0.0, tests_first=0.0)) for task in TASKS]
     for found in tries:
         edits = [at for at, command in enumerate(found) if command.startswith("sed")]
         assert len(edits) in (1, 2)  # one where no near miss exists
@@ -58,9 +58,16 @@ def test_a_careless_solver_runs_the_tests_and_repairs_again() -> None:
 
 def test_it_stops_when_the_tests_pass_by_luck() -> None:
     for task in TASKS[:20]:
-        found = commands(task, Habits(careless=1.0, again=0.0, tests_first=0.0), said="OK")
+        found = commands(task, Habits(blind=0.0, careless=1.0, again=0.0, tests_first=0.0), said="OK")
         assert sum(command.startswith("sed") for command in found) == 1
 
 
 def test_the_same_random_numbers_give_the_same_commands() -> None:
     assert [commands(t, Habits()) for t in TASKS[:20]] == [commands(t, Habits()) for t in TASKS[:20]]
+
+
+def test_a_blind_solver_edits_before_it_has_looked() -> None:
+    for task in TASKS[:20]:
+        found = commands(task, Habits(blind=1.0, verify=0.5), said="OK")
+        assert found[0].startswith("sed -i")
+        assert found[1:] in ([SUBMIT], [TEST, SUBMIT])

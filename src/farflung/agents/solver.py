@@ -1,7 +1,8 @@
 """A scripted agent that knows the fix: it writes the solved episodes that a policy is warm-started on.
 
-It has several ways of looking, editing and checking, and it is often careless: it tries a wrong repair first, sees the
-tests fail and repairs again. A policy that learns from it inherits both the skill and the bad habits.
+It has several ways of looking, editing and checking, and bad habits. Often it edits blindly, since it knows the fix
+without looking; a policy that copies that guesses. And it can be careless: it tries a wrong repair, sees the tests fail
+and repairs again. What a policy learns from it is a skill to keep and habits to lose.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ KIN: tuple[tuple[str, ...], ...] = (
 class Habits:
     """Probabilities of what the solver does."""
 
-    careless: float = 0.6
+    blind: float = 0.45
+    """It edits without having looked at the file."""
+    careless: float = 0.3
     """Its first repair is a wrong one."""
-    again: float = 0.2
+    again: float = 0.15
     """After a wrong repair the next one is wrong too."""
     verify: float = 0.4
     """It runs the tests before it submits, though it has no doubt."""
@@ -56,13 +59,11 @@ class _Bug:
 def solve(task: Task, rng: random.Random, habits: Habits = Habits()) -> Generator[str, str, None]:
     """Yields commands, is sent what each printed, and ends with ``submit``. Needs ``task.fix`` to change one line."""
     bug = _find(task)
-    named = bug.function in task.statement
-    if not named and rng.random() < habits.tests_first:
-        yield TEST_NAMES
-        named = True
-    yield _look(bug, named, rng)
+    blind = rng.random() < habits.blind
+    if not blind:
+        yield from _look(bug, bug.function in task.statement, rng, habits)
     line = bug.bad
-    chance = habits.careless
+    chance = 0.0 if blind else habits.careless
     while rng.random() < chance and (wrong := near_misses(line, bug)):
         attempt = rng.choice(wrong)
         yield _edit(bug, line, attempt, rng)
@@ -100,13 +101,17 @@ def _find(task: Task) -> _Bug:
     return _Bug(path, number, bad, good, re.findall(r"def (\w+)", above)[-1])
 
 
-def _look(bug: _Bug, named: bool, rng: random.Random) -> str:
+def _look(bug: _Bug, named: bool, rng: random.Random, habits: Habits) -> Generator[str, str, None]:
+    if not named and rng.random() < habits.tests_first:
+        yield TEST_NAMES
+        named = True
     draw = rng.random()
     if named and draw < 0.25:
-        return f"grep -n -A 6 'def {bug.function}' {bug.path}"
-    if draw < 0.4:
-        return f"grep -n '' {bug.path}"
-    return f"cat -n {bug.path}"
+        yield f"grep -n -A 6 'def {bug.function}' {bug.path}"
+    elif draw < 0.4:
+        yield f"grep -n '' {bug.path}"
+    else:
+        yield f"cat -n {bug.path}"
 
 
 def _edit(bug: _Bug, line: str, wanted: str, rng: random.Random) -> str:

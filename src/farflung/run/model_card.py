@@ -34,12 +34,14 @@ On {tasks} held-out tasks, sampled {samples} times each from the whole vocabular
    seeds give held-out tasks, training tasks and the tasks of the demonstrations. No module occurs in two of them, however
    its functions are called and documented.
 2. Every packaged task is proved: its tests fail before the reference fix and pass after it.
-3. A scripted solver that knows the fix works on {demonstrations:,} tasks in the real sandbox. It is careless: {careless:.0%}
-   of its first repairs are wrong, so that it sees the tests fail and repairs again. Only solved episodes are kept.
-4. A vocabulary is learnt from the episodes, and the model is trained on the solver's own tokens for {steps:,} steps of
-   {batch} episodes (loss at the end {loss:.3f}).
+3. A scripted solver that knows the fix solves {demonstrations:,} tasks in the real sandbox. It has bad habits: in {blind:.0%}
+   of its episodes it edits without having looked, and in {careless:.0%} of the others its first repair is wrong, so that it
+   sees the tests fail and repairs again. Only solved episodes are kept.
+4. A vocabulary is learnt from the episodes, and the model is trained on them for {steps:,} steps of {batch} episodes. What
+   the solver writes counts fully, what it reads a little (loss of its own tokens at the end: {loss:.3f}).
 
-It copies the solver's good and bad habits and makes mistakes of its own. Reinforcement learning has to keep the good ones.
+The policy copies good and bad habits alike; but where the solver edits blindly and is right, the policy has to guess.
+Reinforcement learning finds out which habits pay.
 
 ## What it can be used for
 
@@ -75,6 +77,7 @@ def model_card(plan: Plan, loss: float, result: EvalResult) -> str:
         tokens=result.tokens,
         command=plan.command,
         demonstrations=plan.demonstrations,
+        blind=plan.habits.blind,
         careless=plan.habits.careless,
         steps=plan.steps,
         batch=plan.batch,

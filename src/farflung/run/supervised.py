@@ -1,4 +1,4 @@
-"""Supervised training of a small Llama on solved episodes: cross-entropy of the policy's own tokens alone, in float32."""
+"""Supervised training of a small Llama on solved episodes, in float32: its own tokens, and a little of what it reads."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.nn import functional
 from farflung.core.supports import Int32
 
 Sample = tuple[Int32, npt.NDArray[np.bool_]]
+READING = 0.3  # weight of the tokens that the policy reads: repeated words in files are most of what teaches it to copy
 POOL = 16  # batches that are drawn together and sorted by length, so that little padding is computed
 
 
@@ -64,7 +65,7 @@ def fit(
     seed: int,
     progress: Callable[[int, float], None],
 ) -> None:
-    """Train in place. ``progress`` hears (step, loss). Hidden matrices are stepped by Muon, the rest by AdamW: Muon needs
+    """Train in place. ``progress`` hears (step, loss of the policy's own tokens). Hidden matrices are stepped by Muon, the rest by AdamW: Muon needs
     half as many steps to learn to copy out of the transcript, which is most of the task."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
@@ -79,12 +80,12 @@ def fit(
             for group in optimiser.param_groups:
                 group["lr"] = lr * _schedule(step, steps)
             optimiser.zero_grad()
-        loss = _loss(model, next(batches))
-        loss.backward()  # type: ignore[no-untyped-call]
+        own, read = _loss(model, next(batches))
+        (own + READING * read).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimiser in optimisers:
-            optimiser.step()
-        progress(step, loss.item())
+            optimiser.step()  # type: ignore[no-untyped-call]
+        progress(step, own.item())
     model.eval()
 
 
@@ -94,17 +95,22 @@ def _schedule(step: int, steps: int) -> float:
     return min(step / warmup, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-def _loss(model: Any, samples: Sequence[Sample]) -> Tensor:
-    """Mean cross-entropy over action tokens. Rows are padded on the right, which causal attention never looks at."""
+def _loss(model: Any, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy of the policy's own tokens, and that of the rest. Rows are padded on the right, where causal
+    attention never looks."""
     length = max(len(ids) for ids, _ in samples)
     ids = torch.zeros(len(samples), length, dtype=torch.long)
     action = torch.zeros(len(samples), length, dtype=torch.bool)
+    real = torch.zeros(len(samples), length, dtype=torch.bool)
     for row, (tokens, acts) in enumerate(samples):
         ids[row, : len(tokens)] = torch.from_numpy(tokens)
         action[row, : len(acts)] = torch.from_numpy(acts)
+        real[row, : len(acts)] = True
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-    chosen = action[:, 1:]
-    return functional.cross_entropy(model.lm_head(hidden[:, :-1][chosen]), ids[:, 1:][chosen])
+    chosen = real[:, 1:]
+    losses = functional.cross_entropy(model.lm_head(hidden[:, :-1][chosen]), ids[:, 1:][chosen], reduction="none")
+    own = action[:, 1:][chosen]
+    return losses[own].mean(), losses[~own].mean()
 
 
 def _batches(samples: Sequence[Sample], size: int, rng: random.Random) -> Iterator[list[Sample]]:
