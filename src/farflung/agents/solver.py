@@ -33,15 +33,15 @@ KIN: tuple[tuple[str, ...], ...] = (
 class Habits:
     """Probabilities of what the solver does."""
 
-    blind: float = 0.45
+    blind: float = 0.4
     """It edits without having looked at the file."""
-    careless: float = 0.3
+    careless: float = 0.25
     """Its first repair is a wrong one."""
     again: float = 0.15
     """After a wrong repair the next one is wrong too."""
-    verify: float = 0.4
+    verify: float = 0.5
     """It runs the tests before it submits, though it has no doubt."""
-    tests_first: float = 0.3
+    tests_first: float = 0.6
     """It asks the tests for the function's name where the statement does not tell it."""
 
 
@@ -106,9 +106,9 @@ def _look(bug: _Bug, named: bool, rng: random.Random, habits: Habits) -> Generat
         yield TEST_NAMES
         named = True
     draw = rng.random()
-    if named and draw < 0.25:
+    if named and draw < 0.6:
         yield f"grep -n -A 6 'def {bug.function}' {bug.path}"
-    elif draw < 0.4:
+    elif draw < 0.75:
         yield f"grep -n '' {bug.path}"
     else:
         yield f"cat -n {bug.path}"
@@ -117,10 +117,10 @@ def _look(bug: _Bug, named: bool, rng: random.Random, habits: Habits) -> Generat
 def _edit(bug: _Bug, line: str, wanted: str, rng: random.Random) -> str:
     """A sed command that turns ``line``, the bug's line as it is now, into ``wanted``."""
     draw = rng.random()
-    if draw < 0.1:
+    if draw < 0.05:
         program = f"{bug.number}c\\{wanted}"
     else:
-        old, new = _fragment(line, wanted, wide=draw < 0.5)
+        old, new = _fragment(line, wanted, wide=draw < 0.2)
         pattern = re.sub(r"([][.*^$/\\])", r"\\\1", old)
         replacement = re.sub(r"([&/\\])", r"\\\1", new)
         program = f"{bug.number}s/{pattern}/{replacement}/"
