@@ -35,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument_group("recipe", "any key can be set with dots, e.g. --eval.tasks 20 --eval.samples 8")
     args, overrides = parse(parser, argv)
     check_output(args.json, "--json")
-    is_run = (Path(args.what) / "ledger.sqlite").is_file()
+    is_run = (Path(args.what) / "recipe.json").is_file()
     if args.start and not is_run:
         raise BadInput("--start is for a run", where=f"eval {args.what}")
     if args.recipe and is_run:
@@ -68,10 +68,13 @@ def _run(folder: Path, start: bool, overrides: Overrides) -> EvalResult:
             mend=f"let it end (farflung train --resume {folder}), or measure what it started from with --start",
         )
     name = "before" if start else "after"
-    result = _measure(model, override_recipe(space.recipe, overrides), space.token_file, folder / "logs", name)
-    ledger = Ledger(folder)
-    ledger.add_evaluation(name, result.to_dict())
-    ledger.close()
+    recipe = override_recipe(space.recipe, overrides)
+    ledger = Ledger(folder)  # a damaged one is better found before the measuring
+    try:
+        result = _measure(model, recipe, space.token_file, folder / "logs", name)
+        ledger.add_evaluation(name, result.to_dict())
+    finally:
+        ledger.close()
     draw_report(folder)
     return result
 

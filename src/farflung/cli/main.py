@@ -61,6 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe has gone; say nothing, also not when stdout is closed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:  # the machine refused: no permission, no room, too many files
+        if error.strerror is None or os.environ.get("FARFLUNG_TRACEBACK") == "1":
+            raise
+        place = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        print(f"farflung: {place}{error.strerror}", file=sys.stderr)
+        return 1
 
 
 def _dispatch(argv: Sequence[str]) -> int:

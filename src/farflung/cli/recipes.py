@@ -49,6 +49,10 @@ def find_recipe(name: str) -> Path:
             )
         return packaged[wanted]
     path = Path(name)
+    if path.is_dir():
+        raise BadInput(
+            "it is a folder; a recipe is a TOML file", where=name, mend=f"a run goes on with --resume {name}"
+        )
     if not path.is_file():
         near = (
             nearest(path.name, [p.name for p in path.parent.glob("*.toml")], cutoff=0.7) if path.parent.is_dir() else ""

@@ -1,6 +1,6 @@
 """One typed tree for everything that can be set: TOML recipes, dotted overrides, errors that name the key."""
 
-from farflung.config.load import dump_recipe, load_recipe, override_recipe
+from farflung.config.load import dump_recipe, load_recipe, override_recipe, recipe_of
 from farflung.config.tree import (
     AgentConfig,
     EvalConfig,
@@ -30,4 +30,5 @@ __all__ = [
     "dump_recipe",
     "load_recipe",
     "override_recipe",
+    "recipe_of",
 ]

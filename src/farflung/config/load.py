@@ -37,6 +37,13 @@ def override_recipe(recipe: Recipe, overrides: Sequence[tuple[str, str]]) -> Rec
     return _build(dump_recipe(recipe), overrides, "recipe", "")
 
 
+def recipe_of(tree: Any, place: str) -> Recipe:
+    """A recipe from plain data, as ``dump_recipe`` gave it; ``place`` says where it came from. Raises BadInput."""
+    if not isinstance(tree, dict):
+        raise BadInput("a recipe is a table", where=place)
+    return _build(tree, (), place, "")
+
+
 def _build(tree: dict[str, Any], overrides: Sequence[tuple[str, str]], place: str, text: str) -> Recipe:
     given: dict[Loc, str] = {}
     for key, value in overrides:

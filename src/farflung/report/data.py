@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from farflung.config import Recipe
+from farflung.config import Recipe, recipe_of
 from farflung.core.errors import BadInput, Corrupt
 from farflung.core.metrics import UpdateMetrics
 
@@ -93,15 +93,15 @@ def read_run(folder: Path) -> RunData:
     path = folder / "ledger.sqlite"
     if not path.is_file() or not (folder / "recipe.json").is_file():
         raise BadInput(
-            "no run is here (ledger.sqlite and recipe.json are missing)",
+            "no run is here, or none that has begun (recipe.json or ledger.sqlite is missing)",
             where=str(folder),
             mend="give the folder of a run, such as runs/quickstart",
         )
     try:
         facts = json.loads((folder / "recipe.json").read_text())
-        recipe, model = Recipe.model_validate(facts["recipe"]), Path(facts["model"])
+        recipe, model = recipe_of(facts["recipe"], str(folder / "recipe.json")), Path(facts["model"])
     except (ValueError, KeyError, TypeError) as error:
-        raise Corrupt(f"not a run's recipe: {error}", where=str(folder / "recipe.json")) from None
+        raise Corrupt(f"not a run's recipe: {error!r}", where=str(folder / "recipe.json")) from None
     try:
         db = _open(path)
         try:

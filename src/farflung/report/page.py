@@ -30,6 +30,8 @@ def draw_report(run_dir: Path, out: Path | None = None) -> Path:
     """Draw the run's report to ``out`` (RUN/report.html) and return that path. Raises BadInput, Corrupt."""
     page = render(read_run(run_dir))
     out = out or run_dir / "report.html"
+    if out.is_dir():
+        raise BadInput("it is a folder", where=str(out), mend=f"name a file, such as {out / 'report.html'}")
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(page, encoding="utf-8")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from farflung.core.episode import DropCause, Episode
-from farflung.core.errors import Corrupt, FarflungError
+from farflung.core.errors import BadInput, Corrupt, FarflungError, disk_full
 from farflung.core.metrics import UpdateMetrics
 
 SCHEMA = """
@@ -64,16 +64,20 @@ class Ledger:
     """The writer. Opening it again after a crash finds exactly what was committed."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._dir = run_dir
         self._episodes = run_dir / "episodes"
         self._episodes.mkdir(parents=True, exist_ok=True)
-        self._db = sqlite3.connect(run_dir / "ledger.sqlite", isolation_level=None)
+        path = run_dir / "ledger.sqlite"
         try:
+            self._db = sqlite3.connect(path, isolation_level=None)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.executescript(SCHEMA)
+        except sqlite3.OperationalError as error:
+            if disk_full(error):
+                raise
+            raise BadInput(f"the ledger cannot be opened: {error}", where=str(path)) from None
         except sqlite3.DatabaseError as error:
-            raise Corrupt(f"not a ledger: {error}", where=str(run_dir / "ledger.sqlite")) from None
+            raise Corrupt(f"not a ledger: {error}", where=str(path)) from None
 
     def close(self) -> None:
         self._db.close()
@@ -307,6 +311,11 @@ def _write_durably(path: Path, raw: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise

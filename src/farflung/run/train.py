@@ -15,7 +15,7 @@ import aiohttp
 from rich.console import Console
 
 from farflung.config import PoolConfig, Recipe
-from farflung.core.errors import DISK_FULL, FarflungError, disk_full
+from farflung.core.errors import DISK_FULL, Corrupt, FarflungError, disk_full
 from farflung.core.metrics import UpdateMetrics
 from farflung.fleet import wire
 from farflung.run.buffer import Buffer
@@ -52,10 +52,12 @@ def train(space: Workspace, *, console: Console | None = None, meter: Meter | No
     with space.locked():
         try:
             return asyncio.run(_Run(space, checked, console, meter or Meter()).go())
-        except (OSError, sqlite3.OperationalError) as error:
-            if not disk_full(error):
-                raise
-            raise _cannot_go_on(space, DISK_FULL) from None
+        except (OSError, sqlite3.DatabaseError) as error:
+            if disk_full(error):
+                raise _cannot_go_on(space, DISK_FULL) from None
+            if isinstance(error, sqlite3.DatabaseError):
+                raise Corrupt(f"the ledger cannot be read or written: {error}", where=str(space.path)) from None
+            raise
 
 
 class _Run:

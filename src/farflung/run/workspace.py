@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from farflung.config import Recipe, dump_recipe
+from farflung.config import Recipe, dump_recipe, recipe_of
 from farflung.core.errors import BadInput, Corrupt
+from farflung.fleet import wire
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
@@ -35,11 +34,12 @@ class Workspace:
 
     @property
     def token(self) -> str:
-        return self.token_file.read_text().strip()
+        """Raises BadInput if the file is not there or empty."""
+        return wire.read_token(self.token_file)
 
     @property
     def store(self) -> str:
-        return str(self.path / "store")
+        return str((self.path / "store").absolute())
 
     @property
     def policy(self) -> Path:
@@ -56,15 +56,15 @@ class Workspace:
                 mend=f"go on with it: farflung train --resume {path}, or pass another --dir",
             )
         model = resolve_model(recipe.model.path)
-        path.mkdir(parents=True, exist_ok=True)
-        token = path / "token"
-        if not token.exists():
-            with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(secrets.token_urlsafe(24))
         facts = {"recipe": dump_recipe(recipe), "model": str(model), "run_id": secrets.token_hex(8)}
-        temporary = path / "recipe.json.tmp"
-        temporary.write_text(json.dumps(facts, indent=1))
-        temporary.rename(path / "recipe.json")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            _write_whole(path / "token", secrets.token_urlsafe(24), 0o600)
+            _write_whole(path / "recipe.json", json.dumps(facts, indent=1), 0o644)  # last: with it there is a run
+        except OSError as error:
+            raise BadInput(
+                f"no run can be made here: {error.strerror}", where=str(path), mend="give another --dir"
+            ) from None
         return Workspace(path, recipe, model, str(facts["run_id"]))
 
     @staticmethod
@@ -73,11 +73,11 @@ class Workspace:
         where = str(path / "recipe.json")
         try:
             facts = json.loads((path / "recipe.json").read_text())
-            return Workspace(path, Recipe.model_validate(facts["recipe"]), Path(facts["model"]), str(facts["run_id"]))
-        except OSError:
+            return Workspace(path, recipe_of(facts["recipe"], where), Path(facts["model"]), str(facts["run_id"]))
+        except (FileNotFoundError, NotADirectoryError):
             raise BadInput("no run is here: recipe.json is missing", where=str(path)) from None
-        except (ValueError, KeyError, ValidationError) as error:
-            raise Corrupt(f"not a run's recipe: {error}", where=where) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise Corrupt(f"not a run's recipe: {error!r}", where=where) from None
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -85,9 +85,17 @@ class Workspace:
         with (self.path / "lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise BadInput("this run is going on in another process", where=str(self.path)) from None
             yield
+
+
+def _write_whole(path: Path, text: str, mode: int) -> None:
+    """A small file that is there with all its text or not at all, whenever this process is killed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
+        file.write(text)
+    temporary.rename(path)
 
 
 def resolve_model(path: str) -> Path:
