@@ -51,6 +51,11 @@ def test_a_dumped_recipe_is_complete_and_reads_back(tmp_path: Path) -> None:
         ("[train\n", "recipe.toml", ("not TOML", "line 1")),
         ("[train]\nband = [5.0, 1.0]\n", "recipe.toml", ("train.band is [5.0, 1.0]; it needs 0 < low < high",)),
         (TWO_POOLS.replace('"b"', '"a"'), "recipe.toml", ("different names",)),
+        ("[train]\nbetas = [0.9, 1.0]\n", "recipe.toml", ("train.betas are [0.9, 1.0]", "below 1")),
+        ("[run]\nbuffer_batches = 0.5\n", "recipe.toml:2", ("should be greater than or equal to 1, not 0.5",)),
+        ('[run]\nname = "../x"\n', "recipe.toml:2", ("run.name should", 'not "../x"')),
+        ('[run]\nname = ""\n', "recipe.toml:2", ("run.name should",)),
+        ('[[pools]]\nname = "-a b"\n', "recipe.toml:2", ('not "-a b"',)),
     ],
 )
 def test_a_wrong_recipe_names_key_place_and_expectation(

@@ -127,6 +127,8 @@ def _explain(error: ValidationError, tree: dict[str, Any], given: dict[Loc, str]
     expected = (
         first["msg"].removeprefix("Value error, ").replace("Input should", "should").replace("an object", "a table")
     )
+    if first["type"] == "string_pattern_mismatch":
+        expected = "should be letters, digits, '_', '-' and '.', and begin with a letter, a digit or '_'"
     return BadInput(f"{key + ' ' if key else ''}{expected}{shown}", where=where)
 
 

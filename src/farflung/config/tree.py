@@ -10,6 +10,7 @@ from farflung.core.sampling import KvFormat, WeightFormat
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]  # a file's name, an argument, a header's value
 
 
 class Section(BaseModel):
@@ -19,7 +20,7 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
-    name: str = "run"
+    name: Name = "run"
     """Name of the run; its folder is runs/NAME unless --dir says otherwise."""
     seed: int = 0
     """Fixes the order of tasks, every episode's random numbers and the trainer's."""
@@ -31,7 +32,7 @@ class RunConfig(Section):
     """Sample, then train, in turns (for comparison). Otherwise both go on at the same time."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Drop groups whose oldest token is more than this many versions old when the trainer takes them. None: unbounded."""
-    buffer_batches: Annotated[float, Field(gt=0)] = 2.0
+    buffer_batches: Annotated[float, Field(ge=1)] = 2.0
     """Sampling pauses while this many batches of finished or unfinished groups wait."""
 
 
@@ -99,7 +100,7 @@ class SamplingConfig(Section):
 
 
 class PoolConfig(Section):
-    name: str
+    name: Name
     """The pool's name in every metric."""
     weights: WeightFormat = "bf16"
     """Weight format that its samplers serve."""
@@ -164,8 +165,6 @@ class EvalConfig(Section):
     """Attempts per task, from the whole vocabulary at temperature 1, weights and cache in BF16."""
     concurrency: Positive = 32
     """Episodes at a time."""
-    before: bool = True
-    """Evaluate the starting policy too."""
 
 
 class Recipe(Section):
@@ -188,6 +187,8 @@ class Recipe(Section):
         low, high = self.train.band
         if not 0 < low < high:
             raise ValueError(f"train.band is [{low}, {high}]; it needs 0 < low < high")
+        if not all(0 <= beta < 1 for beta in self.train.betas):
+            raise ValueError(f"train.betas are {list(self.train.betas)}; each needs to be at least 0 and below 1")
         if self.agent.max_turn_tokens > self.agent.max_tokens:
             raise ValueError("agent.max_turn_tokens is above agent.max_tokens")
         return self
