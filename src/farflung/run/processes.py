@@ -63,24 +63,20 @@ class Processes:
         self._logs.mkdir(parents=True, exist_ok=True)
         self._event = event
         self._children: dict[str, _Child] = {}
-        self._watchers: list[asyncio.Task[None]] = []
-        self._stopping = False
+        self._watchers: dict[str, asyncio.Task[None]] = {}
         self.failed: InfraError | None = None
 
     async def start(self, program: Program) -> None:
         child = _Child(program)
         self._children[program.name] = child
         await self._spawn(child)
-        self._watchers.append(asyncio.create_task(self._watch(child)))
+        self._watchers[program.name] = asyncio.create_task(self._watch(child))
 
-    async def wait(self, name: str, seconds: float) -> int | None:
-        """The exit code of a program that ends by itself, or None if it has not by then."""
-        child = self._children[name]
-        if child.process is None:
-            return None
-        with contextlib.suppress(TimeoutError):
-            return await asyncio.wait_for(child.process.wait(), seconds)
-        return None
+    async def ended(self, name: str, seconds: float) -> bool:
+        """Whether a program that ends by itself does so within ``seconds``; one that dies in between is started again."""
+        await asyncio.wait({self._watchers[name]}, timeout=seconds)
+        process = self._children[name].process
+        return process is not None and process.returncode == 0
 
     def pids(self) -> dict[str, int]:
         """Name -> pid of what runs now."""
@@ -92,7 +88,9 @@ class Processes:
 
     async def stop(self, order: Sequence[str] = ()) -> None:
         """End everything: SIGTERM, then SIGKILL after STOP_SECONDS; the programs in ``order`` first."""
-        self._stopping = True
+        for watcher in self._watchers.values():  # from here on nothing is started again
+            watcher.cancel()
+        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
         names = [n for n in order if n in self._children] + [n for n in self._children if n not in order]
         for name in names:
             _signal(self._children[name], signal.SIGTERM)
@@ -106,9 +104,6 @@ class Processes:
             except TimeoutError:
                 _signal(self._children[name], signal.SIGKILL)
                 await process.wait()
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
 
     async def _spawn(self, child: _Child) -> None:
         log = (self._logs / f"{child.program.name}.log").open("ab")
@@ -131,7 +126,7 @@ class Processes:
         while True:
             assert child.process is not None
             code = await child.process.wait()
-            if self._stopping or code == 0:
+            if code == 0:
                 return
             now = time.monotonic()
             child.crashes = [at for at in child.crashes if now - at < CRASH_WINDOW] + [now]
@@ -145,7 +140,11 @@ class Processes:
                 )
                 return
             await asyncio.sleep(0.25 * 2 ** (len(child.crashes) - 1))
-            await self._spawn(child)
+            try:
+                await self._spawn(child)
+            except OSError as error:
+                self.failed = InfraError(f"{name} cannot be started again: {error}", where=str(self._logs))
+                return
             self._event("process_restarted", name)
 
     def log_tail(self, name: str) -> str:

@@ -29,7 +29,8 @@ from farflung.run.workspace import Workspace
 LOOK_SECONDS = 0.5
 POOL_SECONDS = 2.0
 GRACE_SECONDS = 60.0  # for all pools to be ready, so that the first sessions are shared out over all of them
-FINISH_SECONDS = 60.0  # for the trainer to write the last policy
+FINISH_SECONDS = 600.0  # for the trainer to end its update and write the last policy
+BY_HAND = "stopped by hand"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class _Run:
             await self._start(url)
             reason = await self._until_over()
             if reason is None:
-                await self._processes.wait("trainer", FINISH_SECONDS)
+                reason = await self._until_written()
             if self._coordinator.halted:
                 raise _cannot_go_on(self._space, self._coordinator.halted)
             return Outcome(self._ledger.last_update(), time.monotonic() - self._began, self._meter.peak, reason)
@@ -161,13 +162,26 @@ class _Run:
                     self._coordinator.finish_early()
                     return None
                 if self._stop.is_set():
-                    return "stopped by hand"
+                    return BY_HAND
                 if time.monotonic() - looked > (POOL_SECONDS if self._coordinator.sampling else 0):
                     looked = time.monotonic()
                     await self._look(http)
                 self._view.show(self._snapshot())
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), LOOK_SECONDS)
+
+    async def _until_written(self) -> str | None:
+        """Let the trainer end its update and write the policy; None once it has, else why the run stops before that."""
+        until = time.monotonic() + FINISH_SECONDS
+        while not await self._processes.ended("trainer", LOOK_SECONDS):
+            if self._processes.failed is not None:
+                raise self._processes.failed
+            if self._stop.is_set():
+                return BY_HAND
+            if time.monotonic() > until:
+                raise _cannot_go_on(self._space, f"the trainer wrote no policy within {FINISH_SECONDS:.0f} s")
+            self._view.show(self._snapshot())
+        return None
 
     async def _look(self, http: aiohttp.ClientSession) -> None:
         """Ask the router how the pools are, and the kernel how much memory is used."""
