@@ -13,6 +13,9 @@ from farflung.cli.args import split_overrides
 from farflung.cli.main import COMMANDS, main
 from farflung.config import Recipe, load_recipe
 from farflung.config.write import recipe_toml
+from farflung.evaluation.held_out import EvalResult
+from farflung.run.preflight import Checked
+from farflung.run.train import Outcome
 
 
 def farflung(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -137,6 +140,24 @@ def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr("farflung.cli.main._dispatch", interrupted)
     assert main(["quickstart"]) == 130
     assert capsys.readouterr().err == "\nfarflung: stopped\n"
+
+
+@pytest.mark.parametrize("during", ["evaluate_policy", "train"])
+def test_a_stopped_quickstart_says_how_to_go_on(
+    during: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from farflung.run import quickstart as module
+
+    def stopped(*given: object, **more: object) -> Outcome:
+        if during == "train":
+            return Outcome(3, 1.0, 1, "stopped by hand")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "preflight", lambda space, console: Checked("", (), ()))
+    monkeypatch.setattr(module, "evaluate_policy", lambda *given, **more: EvalResult(0, {}, {}, {}, 0, 0, 0, 0))
+    monkeypatch.setattr(module, during, stopped)
+    assert main(["quickstart", "--dir", str(tmp_path / "run")]) == 130
+    assert f"farflung train --resume {tmp_path / 'run'}" in capsys.readouterr().err
 
 
 def test_dotted_flags_are_taken_out_wherever_they_stand() -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from farflung import __version__
 from farflung.cli.args import nearest
-from farflung.core.errors import BadInput, FarflungError
+from farflung.core.errors import BadInput, FarflungError, Stopped
 
 COMMANDS = {
     "quickstart": "train a small coding agent here, in minutes, and show how much better it got",
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("FARFLUNG_TRACEBACK") == "1":
             raise
         print(f"farflung: {error}", file=sys.stderr)
-        return 2 if isinstance(error, BadInput) else 1
+        return 130 if isinstance(error, Stopped) else 2 if isinstance(error, BadInput) else 1
     except KeyboardInterrupt:
         print("\nfarflung: stopped", file=sys.stderr)
         return 130

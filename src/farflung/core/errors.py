@@ -28,6 +28,10 @@ class InfraError(FarflungError):
     """Machinery failed (a sandbox, a sampler, a store). Never a reward: it is retried, then dropped and counted."""
 
 
+class Stopped(FarflungError):
+    """Somebody stopped it; ``mend`` says how to go on."""
+
+
 class Corrupt(BadInput):
     """Bytes that do not hash, parse or fit what they claim to be."""
 

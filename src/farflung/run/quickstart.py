@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from farflung.config import Recipe
-from farflung.core.errors import FarflungError
+from farflung.core.errors import Stopped
 from farflung.evaluation.held_out import EvalResult
 from farflung.report import draw_report
 from farflung.run.evaluate import evaluate_policy
@@ -53,11 +53,15 @@ def quickstart(recipe: Recipe, run_dir: Path, *, console: Console, summary: Path
         console.print(f"{name} training: pass@1 {result.pass_at(1)}, pass@4 {result.pass_at(4)} (held-out tasks)")
         return result
 
-    before = measure("before", space.model)
-    outcome = train(space, console=console, meter=meter)
-    if outcome.stopped:
-        raise FarflungError(outcome.stopped, where=str(run_dir), mend=f"go on: farflung train --resume {run_dir}")
-    after = measure("after", space.policy)
+    try:
+        before = measure("before", space.model)
+        outcome = train(space, console=console, meter=meter)
+        if outcome.stopped:
+            raise KeyboardInterrupt
+        after = measure("after", space.policy)
+    except KeyboardInterrupt:
+        mend = f"go on: farflung train --resume {run_dir}, then farflung eval {run_dir}"
+        raise Stopped("stopped by hand", where=str(run_dir), mend=mend) from None
     result = summarise(space, before, after) | {
         "wall_s": round(time.monotonic() - began, 1),
         "peak_rss_bytes": meter.peak,
