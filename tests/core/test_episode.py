@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from farflung.core import frame
 from farflung.core.episode import Episode
@@ -55,7 +56,26 @@ def test_a_trajectory_that_does_not_fit_is_refused(make_episode: Make, spoil: Ca
         Episode.decode(replace(episode, trajectory=trajectory).encode())
 
 
-@pytest.mark.parametrize("change", [{"end": "bored"}, {"sources": [{"pool": "p"}]}, {"surprise": 1}])
+@given(
+    name=st.sampled_from(
+        ["ids", "action", "logprobs", "versions", "source", "support_ids", "support_logprobs", "support_offsets"]
+    ),
+    dtype=st.sampled_from(sorted(frame.DTYPES)),
+    shape=hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=9),
+)
+def test_no_array_of_another_kind_gets_past(make_episode: Make, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+    data, arrays = frame.decode(make_episode([3, 1, 4, 2], 5).encode())
+    with pytest.raises(Corrupt):
+        Episode.decode(frame.encode(data, arrays | {name: np.full(shape, 1, dtype)}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"end": "bored"}, {"sources": [{"pool": "p"}]}, {"surprise": 1}, {"group": "0"}, {"group": []}, {"index": 1.0},
+        {"task": None}, {"reward": "much"}, {"reward": 2}, {"turns": None}, {"temperature": "warm"}, {"sources": 3},
+    ],
+)  # fmt: skip
 def test_an_episode_with_other_fields_is_refused(make_episode: Make, change: dict[str, Any]) -> None:
     data, arrays = frame.decode(make_episode([2, 2], 1).encode())
     with pytest.raises(Corrupt, match="not an episode"):

@@ -80,6 +80,7 @@ def crafted(header: Any, tail: bytes = b"") -> bytes:
         {"data": {}, "arrays": [["x", "float32", [-1]]]},
         {"data": {}, "arrays": [["x", "float32", [0, 1 << 70]]]},
         {"data": {}, "arrays": [["x", "uint8", [0] * 100]]},
+        {"data": {}, "arrays": [["x", "uint8", [3] * 1_000_000]]},
         {"data": {}, "arrays": [["x", "object", [1]]]},
         {"data": {}, "arrays": [["x", "float32"]]},
         {"data": [], "arrays": []},

@@ -56,11 +56,38 @@ def test_parameters_that_mean_nothing_are_refused(given: dict[str, Any]) -> None
         ({"session": "s"}, [1]),
         ({"session": "s", "params": {"max_tokens": 1}}, []),
         ({"session": "s", "params": {"max_tokens": 1}}, [[1, 2]]),
+        ({"session": "s", "params": {"max_tokens": 1}}, [1, -1]),
+        ({"session": "s", "params": {"max_tokens": 1.5}}, [1]),
+        ({"session": "s", "params": {"max_tokens": 10**30}}, [1]),
+        ({"session": "s", "params": {"max_tokens": 1, "seed": 1 << 64}}, [1]),
+        ({"session": "s", "params": {"max_tokens": 1, "seed": "x"}}, [1]),
+        ({"session": "s", "params": {"max_tokens": 1, "temperature": "warm"}}, [1]),
+        ({"session": "s", "params": {"max_tokens": 1, "temperature": True}}, [1]),
+        ({"session": "s", "params": {"max_tokens": 1, "stop_ids": 3}}, [1]),
+        ({"session": "s", "params": {"max_tokens": 1, "stop_ids": ["a"]}}, [1]),
+        ({"session": "s", "params": ["max_tokens", 1]}, [1]),
+        ({"session": "s", "params": {"max_tokens": 1}, "min_version": -1}, [1]),
+        ({"session": "s", "params": {"max_tokens": 1}, "min_version": 1e9}, [1]),
+        ({"session": "s", "params": {"max_tokens": 1}, "min_version": None}, [1]),
     ],
 )
 def test_a_wrong_request_is_refused(data: dict[str, Any], ids: list[Any]) -> None:
     with pytest.raises(BadInput):
         GenerateRequest.decode(frame.encode(data, {"ids": np.array(ids, np.int32)}))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int64, np.bool_])
+def test_ids_of_another_type_are_refused(dtype: Any) -> None:
+    with pytest.raises(BadInput, match="int32"):
+        GenerateRequest.decode(frame.encode({"session": "s", "params": {"max_tokens": 1}}, {"ids": np.ones(2, dtype)}))
+
+
+def test_numbers_that_json_does_not_have_are_refused() -> None:
+    raw = frame.encode(
+        {"session": "s", "params": {"max_tokens": 1}, "min_version": 12345678}, {"ids": np.ones(2, np.int32)}
+    )
+    with pytest.raises(BadInput):
+        GenerateRequest.decode(raw.replace(b"12345678", b"Infinity"))
 
 
 @given(sizes=st.lists(st.integers(1, 8), min_size=1, max_size=12), seed=st.integers(0, 2**32), supported=st.booleans())

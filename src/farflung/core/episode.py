@@ -13,7 +13,7 @@ import numpy.typing as npt
 from farflung.core import frame
 from farflung.core.errors import Corrupt
 from farflung.core.sampling import Source
-from farflung.core.supports import Float32, Int32, Supports
+from farflung.core.supports import Float32, Int32, Supports, check_rows
 
 
 class EndReason(StrEnum):
@@ -58,6 +58,14 @@ class Trajectory:
 
     def check(self, where: str = "trajectory") -> None:
         """Raises Corrupt unless the arrays fit each other and every support holds its sampled token."""
+        check_rows(
+            where,
+            ids=(self.ids, np.int32),
+            action=(self.action, np.bool_),
+            logprobs=(self.logprobs, np.float32),
+            versions=(self.versions, np.int32),
+            source=(self.source, np.int16),
+        )
         actions = int(self.action.sum())
         lengths = (len(self.logprobs), len(self.versions), len(self.source))
         if len(self.ids) != len(self.action) or set(lengths) != {actions}:
@@ -68,6 +76,8 @@ class Trajectory:
             raise Corrupt(f"a token names source {self.source.max()} of {len(self.sources)}", where=where)
         if self.action[:1].any():
             raise Corrupt("the first token is marked as sampled", where=where)
+        if not np.isfinite(self.logprobs).all():
+            raise Corrupt("a sampled token has no finite log-probability", where=where)
         if self.supports is not None:
             self.supports.check(self.ids[self.action], self.logprobs, where=where)
 
@@ -145,6 +155,10 @@ class Episode:
             )  # fmt: skip
             data["end"] = EndReason(data["end"])
             episode = Episode(trajectory=trajectory, **data)
+            if wrong := [n for n in ("group", "index", "turns", "attempt") if type(data.get(n, 0)) is not int]:
+                raise TypeError(f"{wrong[0]} is no whole number")
+            if not isinstance(episode.task, str) or not 0 <= episode.reward <= 1:
+                raise ValueError(f"task {episode.task!r:.100}, reward {episode.reward!r:.100}")
         except (KeyError, TypeError, ValueError) as error:
             raise Corrupt(f"not an episode: {error!r}", where=where) from None
         trajectory.check(where)

@@ -20,6 +20,7 @@ from farflung.core.errors import Corrupt
 
 MAGIC = b"FFR1"
 MAX_HEADER = 64 << 20
+MAX_DIMS = 16
 DTYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in (
@@ -75,8 +76,8 @@ def decode(raw: bytes | bytearray | memoryview, *, where: str = "frame") -> tupl
     arrays: dict[str, Array] = {}
     at = 8 + length
     for name, dtype, shape in entries:
-        if dtype not in DTYPES or any(n < 0 for n in shape):
-            raise Corrupt(f"array {name!r} has dtype {dtype!r} and shape {shape}", where=where)
+        if dtype not in DTYPES or len(shape) > MAX_DIMS or any(n < 0 for n in shape):
+            raise Corrupt(f"array {name[:100]!r} has dtype {dtype[:20]!r} and shape {shape[:MAX_DIMS]}", where=where)
         count = math.prod(shape)
         size = count * DTYPES[dtype].itemsize
         if size > len(view) - at:

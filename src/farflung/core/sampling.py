@@ -9,7 +9,7 @@ import numpy as np
 
 from farflung.core import frame
 from farflung.core.errors import BadInput, Corrupt
-from farflung.core.supports import Float32, Int32, Supports
+from farflung.core.supports import Float32, Int32, Supports, check_rows
 
 Finish = Literal["stop", "length"]
 WeightFormat = Literal["bf16", "fp8", "mxfp4", "nvfp4"]
@@ -79,16 +79,20 @@ class GenerateRequest:
             unknown = set(given) - {f.name for f in fields(SamplingParams)}
             if unknown:
                 raise BadInput(f"unknown sampling parameters {sorted(unknown)}", where="generate request")
-            given["stop_ids"] = tuple(int(i) for i in given.get("stop_ids", ()))
-            session, ids = str(data["session"]), arrays["ids"]
-            request = GenerateRequest(
-                session, ids.astype(np.int32), SamplingParams(**given), int(data.get("min_version", 0))
-            )
+            given["stop_ids"] = tuple(_whole(i, "a stop id", 1 << 31) for i in given.get("stop_ids", ()))
+            for name, bound in (("max_tokens", 1 << 31), ("top_k", 1 << 31), ("seed", 1 << 64)):
+                _whole(given.get(name, 0), name, bound)
+            for name in ("temperature", "top_p"):
+                if type(given.get(name, 1.0)) not in (int, float):
+                    raise BadInput(f"{name} is {given[name]!r:.100}, not a number", where="generate request")
+            min_version = _whole(data.get("min_version", 0), "min_version", 1 << 48)
+            session, ids, params = str(data["session"]), arrays["ids"], SamplingParams(**given)
         except (KeyError, TypeError, ValueError) as error:
             raise BadInput(f"not a generate request: {error!r}", where="generate request") from None
-        if request.ids.ndim != 1 or len(request.ids) == 0:
-            raise BadInput(f"ids has shape {request.ids.shape}; a non-empty row is needed", where="generate request")
-        return request
+        if ids.ndim != 1 or len(ids) == 0 or ids.dtype != np.int32 or ids.min() < 0:
+            what = f"ids has shape {ids.shape} and type {ids.dtype}"
+            raise BadInput(f"{what}; a non-empty row of int32, none negative, is needed", where="generate request")
+        return GenerateRequest(session, ids, params, min_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,12 @@ class Completion:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise Corrupt(f"not a completion: {error!r}", where=where) from None
+        check_rows(
+            where,
+            ids=(completion.ids, np.int32),
+            logprobs=(completion.logprobs, np.float32),
+            versions=(completion.versions, np.int32),
+        )
         n = len(completion.ids)
         if (
             completion.finish not in ("stop", "length")
@@ -151,6 +161,13 @@ class Completion:
         if supports is not None:
             supports.check(completion.ids, completion.logprobs, where=where)
         return completion
+
+
+def _whole(value: Any, name: str, bound: int) -> int:
+    """Raises BadInput unless ``value`` is an integer from 0 to below ``bound``."""
+    if type(value) is not int or not 0 <= value < bound:
+        raise BadInput(f"{name} is {value!r:.100}; a whole number below {bound} is needed", where="generate request")
+    return value
 
 
 def uniforms(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,14 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 
 SUM_TOLERANCE = 1e-3
+
+
+def check_rows(where: str, **rows: tuple[npt.NDArray[Any], type]) -> None:
+    """Raises Corrupt unless each array has one dimension and its type: what follows may index and count then."""
+    for name, (array, dtype) in rows.items():
+        if array.ndim != 1 or array.dtype != dtype:
+            found = f"shape {array.shape} and type {array.dtype}"
+            raise Corrupt(f"{name} has {found}, not one row of {dtype.__name__}", where=where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,12 @@ class Supports:
 
         sampled [rows] int32 and logprobs [rows] float32 are what the sampler drew. Raises Corrupt with row and value.
         """
+        check_rows(
+            where,
+            support_ids=(self.ids, np.int32),
+            support_logprobs=(self.logprobs, np.float32),
+            support_offsets=(self.offsets, np.int64),
+        )
         offsets = self.offsets
         rows = len(sampled)
         if (

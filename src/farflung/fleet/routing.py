@@ -16,6 +16,9 @@ from farflung.core.errors import BadInput
 from farflung.core.sampling import Source
 
 
+MOST_CAPACITY = 1_000_000
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """heartbeat_seconds: how often replicas report; a replica that is silent for ``misses`` and a half of them is dead.
@@ -61,15 +64,15 @@ class Report:
                 bool(data.get("loading", False)),
                 dict(data.get("counters", {})),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise BadInput(f"not a replica's report: {error!r}", where=where) from None
         names = (report.source.replica, report.source.pool)
         if not report.url.startswith(("http://", "https://")) or not all(
             n and n.isascii() and n.isprintable() for n in names
         ):
             raise BadInput(f"url {report.url!r}, pool and replica {report.source!r}", where=where)
-        if report.capacity < 1:
-            raise BadInput(f"capacity is {report.capacity}; at least 1 is needed", where=where)
+        if not 1 <= report.capacity <= MOST_CAPACITY:
+            raise BadInput(f"capacity is {report.capacity}; 1 to {MOST_CAPACITY} is needed", where=where)
         return report
 
 

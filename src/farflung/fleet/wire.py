@@ -76,7 +76,7 @@ def guard(token: str) -> Middleware:
         try:
             return await handler(request)
         except web.HTTPRequestEntityTooLarge:
-            return error(413, "too_large", f"the body is larger than {MAX_BODY} bytes")
+            return error(413, "too_large", f"the body is larger than {request.client_max_size} bytes")
         except web.HTTPException as problem:
             return error(problem.status, "http", f"{request.method} {request.path}: {problem.reason}")
         except TooLong as problem:
@@ -107,9 +107,10 @@ async def listen(app: web.Application, host: str, port: int) -> tuple[web.AppRun
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
-    except OSError as problem:
+    except (OSError, OverflowError) as problem:
         await runner.cleanup()
-        raise BadInput(f"cannot listen: {problem.strerror or problem}", where=f"{host}:{port}") from None
+        why = getattr(problem, "strerror", None) or problem
+        raise BadInput(f"cannot listen: {why}", where=f"{host}:{port}") from None
     bound = runner.addresses[0]
     shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
     return runner, f"http://{shown}:{bound[1]}"
@@ -128,7 +129,7 @@ async def read_json(request: web.Request) -> dict[str, Any]:
     """The body as a JSON object. Raises BadInput."""
     try:
         data = json.loads(await read_body(request))
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise BadInput(f"the body is not JSON: {problem}", where=request.path) from None
     if not isinstance(data, dict):
         raise BadInput("the body is not a JSON object", where=request.path)
