@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,13 @@ class Served:
         async with self.http.post(self.url + "/v1/tickets", json={"worker": "w", "max": most}) as answer:
             return list((await answer.json())["episodes"])
 
+    async def batch(self, update: int) -> bytes:
+        async with asyncio.timeout(30):
+            while (answer := await self.post("/v1/batches", {"update": update}))[0] == 204:
+                pass
+        assert answer[0] == 200
+        return answer[1]
+
     async def finish(self, ticket: dict[str, Any]) -> int:
         made = episode(ticket["group"], ticket["index"], ticket["task"])
         return (await self.post("/v1/episodes", raw=made.encode()))[0]
@@ -57,12 +65,11 @@ async def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 async def test_tickets_episodes_batches_updates(served: Served) -> None:
     assert (await served.post("/v1/batches", {"update": 1}))[0] == 204
-    waiting = asyncio.create_task(served.post("/v1/batches", {"update": 1}))
+    waiting = asyncio.create_task(served.batch(1))
     for ticket in await served.tickets(2):
         assert await served.finish(ticket) == 200
         assert await served.finish(ticket) == 200  # told twice, counted once
-    status, raw = await waiting
-    assert status == 200
+    raw = await waiting
     assert [[e.index for e in group] for group in decode_batch(raw)] == [[0, 1]]
     assert (await served.post("/v1/batches", {"update": 1}))[1] == raw
     report = {"metrics": UpdateMetrics(1, TokenStats()).to_dict(), "published": {"bytes": 5}}
@@ -86,6 +93,19 @@ async def test_no_ticket_is_given_before_the_fleet_is_there(tmp_path: Path, monk
     await runner.cleanup()
 
 
+async def test_tickets_that_were_lost_on_the_way_are_given_again(served: Served) -> None:
+    async def ask(running: list[list[int]]) -> list[dict[str, Any]]:
+        body = {"worker": "w", "max": 2, "running": running}
+        return list(json.loads((await served.post("/v1/tickets", body))[1])["episodes"])
+
+    lost = await ask([])
+    assert await ask([]) == lost
+    assert served.coordinator.status()["buffer"]["sampling"] == 2
+    others = await ask([[t["group"], t["index"], t["attempt"]] for t in lost])
+    assert {(t["group"], t["index"]) for t in lost}.isdisjoint((t["group"], t["index"]) for t in others)
+    assert served.coordinator.status()["buffer"]["sampling"] == 4
+
+
 async def test_over_is_said_to_everybody(served: Served) -> None:
     served.coordinator.finish_early()
     assert (await served.post("/v1/tickets", {"worker": "w", "max": 1}))[0] == 410
@@ -106,12 +126,32 @@ async def test_no_token_no_answer(served: Served) -> None:
         ("/v1/drops", {"group": 0, "index": 0, "attempt": 0, "cause": "bad luck"}, "bad luck"),
         ("/v1/updates", {}, "published"),
         ("/v1/batches", {"update": 7}, "cannot come after"),
+        ("/v1/batches", {"update": "1"}, "update is '1'"),
+        ("/v1/batches", {}, "update is None"),
+        ("/v1/tickets", {"worker": "w", "max": "x"}, "max 'x'"),
+        ("/v1/tickets", {"worker": "w", "max": 1e999}, "max"),
+        ("/v1/tickets", {"worker": "w", "max": 1, "running": [[1]]}, "running"),
+        ("/v1/tickets", {"worker": "w", "max": 1, "running": 3}, "running"),
+        ("/v1/updates", {"metrics": 3, "published": {}}, "not an update"),
+        ("/v1/updates", {"metrics": {"update": 1, "all": 3}, "published": {}}, "not an update"),
+        ("/v1/updates", {"metrics": None, "published": 3}, "not an update"),
+        ("/v1/episodes", {}, "not a frame"),
     ],
 )
 async def test_bad_requests_are_named(served: Served, path: str, body: dict[str, Any], word: str) -> None:
     status, text = await served.post(path, body)
     assert status == 400
     assert word in text.decode()
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"3", b"\xff\xfe", b"[" * 100_000])
+@pytest.mark.parametrize("path", ["tickets", "drops", "batches", "updates", "halts", "episodes"])
+async def test_garbage_is_refused_and_changes_nothing(served: Served, path: str, raw: bytes) -> None:
+    before = served.coordinator.status()
+    status, text = await served.post(f"/v1/{path}", raw=raw)
+    assert status == 400
+    assert json.loads(text)["error"]
+    assert served.coordinator.status() == before
 
 
 async def test_a_broken_episode_is_refused_and_can_be_sent_again(served: Served) -> None:

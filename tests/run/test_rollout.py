@@ -136,6 +136,27 @@ async def test_failed_machinery_is_counted_tried_again_and_given_up(run: Run, ht
     await asyncio.wait_for(loop, 10)
 
 
+async def test_what_is_tried_again_starts_while_its_first_try_still_holds_its_place(
+    run: Run, http: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout, "MOST_PAUSE", 60.0)
+
+    class BrokenOnce(Script):
+        async def generate(self, request: GenerateRequest) -> Any:
+            self.requests.append(request)
+            if len(self.requests) == 1:
+                raise InfraError("no sampler")
+            return await Script.generate(self, request)
+
+    it = worker(run, http, BrokenOnce(COMMAND, ["submit"]), concurrency=3)
+    it._drops_in_a_row = 10  # so that the first try rests for longer than this test takes
+    loop = asyncio.create_task(it.run())
+    await run.until(lambda status: status["episodes"] == 8)
+    assert run.coordinator.status()["retried"] == {"sampler": 1}
+    run.coordinator.finish_early()
+    await asyncio.wait_for(loop, 10)
+
+
 async def test_a_task_that_the_worker_does_not_have_is_a_drop_with_its_name(
     tmp_path: Path, http: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,7 +218,7 @@ async def test_a_wrong_token_and_a_silent_coordinator_are_told_apart(run: Run, h
         await CoordinatorClient(run.url, "wrong", http).recipe()
     run.coordinator.finish_early()
     with pytest.raises(RunOver):
-        await CoordinatorClient(run.url, TOKEN, http).tickets("w", 1)
+        await CoordinatorClient(run.url, TOKEN, http).tickets("w", 1, [])
     await run.stop()
     with pytest.raises(InfraError, match=r"no answer for 0\.3 s"):
         await CoordinatorClient(run.url, TOKEN, http, deadline=0.3).recipe()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -117,13 +117,16 @@ class Buffer:
             state.dropped.add(index)
             self._settle(group)
 
-    def release(self, worker: str) -> int:
-        """The worker is gone: what it was sampling is handed out again. Returns how many episodes that were."""
+    def release(self, worker: str, but: Collection[tuple[int, int, int]] = ()) -> int:
+        """The worker samples none of what it was given (``but`` these: group, index, attempt): it is handed out again.
+        Returns how many episodes that were."""
         count = 0
-        for state in self._open.values():
-            for index in [i for i, (holder, _) in state.leased.items() if holder == worker]:
-                state.waiting.insert(0, (index, state.leased.pop(index)[1]))
-                count += 1
+        for group, state in self._open.items():
+            again = [(i, n) for i, (holder, n) in state.leased.items() if holder == worker and (group, i, n) not in but]
+            for index, _ in again:
+                del state.leased[index]
+            state.waiting = again + state.waiting
+            count += len(again)
         return count
 
     # Training

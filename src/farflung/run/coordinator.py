@@ -20,6 +20,7 @@ from farflung.core import frame
 from farflung.core.episode import DropCause, Episode
 from farflung.core.errors import DISK_FULL, BadInput, FarflungError, disk_full
 from farflung.core.metrics import UpdateMetrics
+from farflung.fleet import wire
 from farflung.run.buffer import Buffer
 from farflung.run.ledger import Ledger
 
@@ -38,11 +39,9 @@ class Coordinator:
         self._recipe = recipe
         self._facts = dict(facts)
         self._pulse = asyncio.Event()
-        self._workers: dict[str, float] = {}
         self._ending = False
         self._sampling = False
         self.halted: str | None = None
-        self.started = time.time()
 
     @property
     def over(self) -> bool:
@@ -70,7 +69,6 @@ class Coordinator:
 
     def worker_died(self, worker: str) -> int:
         """Hand out again what a dead worker was sampling."""
-        self._workers.pop(worker, None)
         count = self._buffer.release(worker)
         self._notify()
         return count
@@ -123,11 +121,15 @@ class Coordinator:
         return web.json_response(self.status())
 
     async def _post_tickets(self, request: web.Request) -> web.Response:
-        body = await _json(request)
-        worker, most = str(body.get("worker", "")), int(body.get("max", 1))
-        if not worker or most < 1:
-            raise BadInput(f"worker is {worker!r} and max {most}", where="tickets")
-        self._workers[worker] = time.time()
+        body = await wire.read_json(request)
+        worker, most, running = body.get("worker"), body.get("max", 1), body.get("running")
+        if not isinstance(worker, str) or not worker or type(most) is not int or most < 1:
+            raise BadInput(f"worker is {worker!r:.100} and max {most!r:.100}", where="tickets")
+        if running is not None:
+            try:
+                self._buffer.release(worker, but={(int(g), int(i), int(attempt)) for g, i, attempt in running})
+            except (TypeError, ValueError) as error:
+                raise BadInput(f"running is no list of [group, index, attempt]: {error}", where="tickets") from None
         deadline = time.monotonic() + POLL_SECONDS
         while True:
             if self.over or self.halted:
@@ -138,13 +140,13 @@ class Coordinator:
                 return web.json_response({"episodes": []})
 
     async def _post_episode(self, request: web.Request) -> web.Response:
-        raw = await request.read()
+        raw = await wire.read_body(request)
         recorded = self._buffer.finish(Episode.decode(raw), raw)
         self._notify()
         return web.json_response({"recorded": recorded})
 
     async def _post_drop(self, request: web.Request) -> web.Response:
-        body = await _json(request)
+        body = await wire.read_json(request)
         try:
             cause = DropCause(body["cause"])
             key = (int(body["group"]), int(body["index"]), int(body["attempt"]))
@@ -155,7 +157,9 @@ class Coordinator:
         return web.json_response({})
 
     async def _post_batch(self, request: web.Request) -> web.Response:
-        update = int((await _json(request)).get("update", 0))
+        update = (await wire.read_json(request)).get("update")
+        if type(update) is not int:
+            raise BadInput(f"update is {update!r:.100}", where="batches")
         deadline = time.monotonic() + POLL_SECONDS
         while True:
             if self._ledger.batch(update) == [] and (self.over or self.halted):
@@ -180,11 +184,11 @@ class Coordinator:
         return frame.encode({"update": update, "members": members}, episodes)
 
     async def _post_update(self, request: web.Request) -> web.Response:
-        body = await _json(request)
+        body = await wire.read_json(request)
         try:
-            published = body["published"]
+            published = dict(body["published"])
             metrics = UpdateMetrics.from_dict(body["metrics"]) if body.get("metrics") else None
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadInput(f"not an update: {error!r}", where="updates") from None
         if metrics is None:
             self._ledger.add_base_version(published)
@@ -195,7 +199,7 @@ class Coordinator:
         return web.json_response({"recorded": recorded})
 
     async def _post_halt(self, request: web.Request) -> web.Response:
-        self.halt(str((await _json(request)).get("reason", "a worker cannot go on")))
+        self.halt(str((await wire.read_json(request)).get("reason", "a worker cannot go on")))
         return web.json_response({})
 
     # Waiting
@@ -225,13 +229,3 @@ def decode_batch(raw: bytes) -> list[list[Episode]]:
         groups.append(episodes[at : at + members])
         at += members
     return groups
-
-
-async def _json(request: web.Request) -> dict[str, Any]:
-    try:
-        body = await request.json()
-    except ValueError:
-        raise BadInput("the body is not JSON", where=request.path) from None
-    if not isinstance(body, dict):
-        raise BadInput("the body is not a JSON object", where=request.path)
-    return body

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ DEADLINE_SECONDS = 300.0  # how long the coordinator may be away
 STOP_SECONDS = 3.0  # for reports under way when the worker is told to stop
 MOST_PAUSE = 10.0
 
+Key = tuple[int, int, int]  # group, index, attempt
+
 
 class RunOver(Exception):
     """The coordinator wants nothing more."""
@@ -59,9 +61,11 @@ class CoordinatorClient:
         """The recipe and where model and tasks lie."""
         return await self._call("GET", "/v1/recipe", None)
 
-    async def tickets(self, worker: str, most: int) -> list[Ticket]:
-        """Up to ``most`` tickets; none if there was no room for a while. Raises RunOver."""
-        answer = await self._call("POST", "/v1/tickets", json.dumps({"worker": worker, "max": most}).encode())
+    async def tickets(self, worker: str, most: int, running: Collection[Key]) -> list[Ticket]:
+        """Up to ``most`` tickets; none if there was no room for a while. ``running`` is what the worker has: what else it
+        was given was lost on the way. Raises RunOver."""
+        body = {"worker": worker, "max": most, "running": list(running)}
+        answer = await self._call("POST", "/v1/tickets", json.dumps(body).encode())
         return [Ticket(**ticket) for ticket in answer["episodes"]]
 
     async def finished(self, episode: Episode) -> None:
@@ -123,7 +127,7 @@ class Worker:
         self._coordinator = coordinator
         self._scene = scene
         self._concurrency = concurrency
-        self._running: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._running: dict[Key, asyncio.Task[None]] = {}
         self._reporting: set[asyncio.Task[None]] = set()
         self._drops_in_a_row = 0
         self.stop = asyncio.Event()
@@ -136,7 +140,7 @@ class Worker:
             while not stopped.done():
                 if asking is None and len(self._running) < self._concurrency:
                     room = self._concurrency - len(self._running)
-                    asking = asyncio.create_task(self._coordinator.tickets(self._name, room))
+                    asking = asyncio.create_task(self._coordinator.tickets(self._name, room, self._running.keys()))
                 events = [stopped, *self._running.values(), *([asking] if asking else [])]
                 await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
                 self._reap()
@@ -150,7 +154,7 @@ class Worker:
 
     def _start(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
-            key = (ticket.group, ticket.index)
+            key = (ticket.group, ticket.index, ticket.attempt)
             if key not in self._running:  # a coordinator that started anew hands out again what still runs here
                 self._running[key] = asyncio.create_task(self._attempt(ticket))
 
