@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 
 from farflung.config import TrainConfig
 from farflung.core.episode import Episode
-from farflung.core.errors import BadInput
+from farflung.core.errors import BadInput, Corrupt
 from farflung.trainer import Trainer
+from farflung.trainer.checkpoint import Checkpoint
 from farflung.trainer.files import PARTIAL, new_folder
 from tests.trainer.episodes import load, random_group
 from tests.trainer.test_step import masters
@@ -136,6 +137,13 @@ def test_a_checkpoint_of_another_model(model_folder: Folder, rng: np.random.Gene
         Trainer.load(tmp_path / "c", model_folder("qwen3"), CONFIG)
     with pytest.raises(BadInput, match="no checkpoint"):
         Trainer.load(tmp_path / "nothing", model_folder("llama"), CONFIG)
+
+
+def test_a_checkpoint_half_removed_is_damaged_and_the_one_before_can_be_taken(tmp_path: Path) -> None:
+    """What a kill leaves while a checkpoint that is made again takes the old one's place."""
+    (tmp_path / "update-000002").mkdir()
+    with pytest.raises(Corrupt, match=r"state\.json cannot be read"):
+        Checkpoint.read(tmp_path / "update-000002")
 
 
 def test_a_folder_is_whole_or_absent(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ class Corrupt(BadInput):
 
 
 def disk_full(error: BaseException) -> bool:
-    """Whether an error of the operating system or of SQLite says that there is no room left."""
+    """Whether an error of the operating system or of SQLite, or the one it was raised from, says that no room is left."""
+    if isinstance(error, FarflungError) and error.__cause__ is not None:
+        return disk_full(error.__cause__)
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return type(error).__module__ == "sqlite3" and "full" in str(error)

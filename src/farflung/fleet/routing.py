@@ -15,7 +15,6 @@ from typing import Any
 from farflung.core.errors import BadInput
 from farflung.core.sampling import Source
 
-
 MOST_CAPACITY = 1_000_000
 
 

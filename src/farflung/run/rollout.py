@@ -28,8 +28,9 @@ from farflung.agents.harness import Dropped, run_episode, sampling_params
 from farflung.config import Recipe
 from farflung.core.episode import DropCause, Episode
 from farflung.core.errors import BadInput, FarflungError, InfraError
-from farflung.core.process import die_with_parent, patience
+from farflung.core.process import patience
 from farflung.core.task import Task
+from farflung.fleet import process, wire
 from farflung.fleet.client import FleetClient
 from farflung.run.buffer import Ticket
 from farflung.sandboxes import open_factory
@@ -263,10 +264,9 @@ def main() -> None:
     parser.add_argument("--worker", default=f"rollout-{os.getpid()}", help="name of this worker, unique in the run")
     parser.add_argument("--concurrency", type=int, help="episodes at a time (the pools' capacity if not given)")
     args = parser.parse_args()
-    if parent := os.environ.get("FARFLUNG_PARENT"):
-        die_with_parent(int(parent))
-    token = args.token_file.read_text().strip()
+    process.start_process()
     try:
+        token = wire.read_token(args.token_file)
         asyncio.run(work(args.run, token, args.router, args.worker, args.concurrency))
     except RunOver:
         pass

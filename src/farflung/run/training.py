@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import time
 from dataclasses import asdict, replace
@@ -18,7 +17,7 @@ from pathlib import Path
 from farflung.config import Recipe
 from farflung.core.errors import DISK_FULL, Corrupt, FarflungError, InfraError, disk_full
 from farflung.core.metrics import UpdateMetrics
-from farflung.core.process import die_with_parent
+from farflung.fleet import process, wire
 from farflung.run.client import RunClient, RunOver
 from farflung.run.coordinator import decode_batch
 from farflung.trainer.step import Trainer
@@ -39,18 +38,17 @@ def main() -> None:
     parser.add_argument("--token-file", type=Path, required=True)
     parser.add_argument("--dir", type=Path, required=True, help="the run's folder")
     args = parser.parse_args()
-    if parent := os.environ.get("FARFLUNG_PARENT"):
-        die_with_parent(int(parent))
-    client = RunClient(args.run, args.token_file.read_text().strip())
+    process.start_process()
+    client = RunClient(args.run, wire.read_token(args.token_file))
     facts = client.get("/v1/recipe")
     try:
         train(client, Recipe.model_validate(facts["recipe"]), Path(facts["model"]), facts["run_id"], args.dir)
     except RunOver:
         print("the run is over", flush=True)
     except (FarflungError, OSError) as error:
-        if isinstance(error, InfraError) or not (isinstance(error, FarflungError) or disk_full(error)):
+        if not disk_full(error) and isinstance(error, InfraError | OSError):
             raise  # starting again may help
-        reason = str(error) if isinstance(error, FarflungError) else DISK_FULL
+        reason = DISK_FULL if disk_full(error) else str(error)
         client.post("/v1/halts", {"reason": f"the trainer cannot go on: {reason}"})
         raise SystemExit(0) from None
 

@@ -42,6 +42,8 @@ class Checkpoint:
             whole = json.loads((path / FACTS).read_bytes())
             facts, claimed = whole["facts"], whole["hash"]
         except OSError as error:
+            if path.is_dir():  # left by a process that was killed while it took the place of this one
+                raise Corrupt(f"{FACTS} cannot be read: {error.strerror}", where=where) from None
             raise BadInput(f"no checkpoint: {error.strerror}", where=where) from None
         except (ValueError, KeyError, TypeError) as error:
             raise Corrupt(f"{FACTS} is damaged: {error!r}", where=where, mend="go on from the one before") from None
