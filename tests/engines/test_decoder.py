@@ -39,7 +39,7 @@ def decode(
         args = torch.from_numpy(ids), torch.from_numpy(positions)
         assert decoder.hidden(weights, *args, attention.attend, reading) is None
     for row, kv in enumerate(stores):
-        cache.reserve(row + 1, kv.shape[2])
+        cache.reserve(row + 1, kv.shape[3])
         cache.write(row, kv)
     lengths, logits = np.array(starts), []
     for _ in range(min(len(s) - start for s, start in zip(sequences, starts, strict=True))):

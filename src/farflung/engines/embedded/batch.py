@@ -82,7 +82,7 @@ class Batch:
     def join(self, turn: Turn, kv: torch.Tensor) -> None:
         """Start decoding: ``kv`` holds all of the request's ids but the last, which the next step feeds."""
         row, params = len(self.turns), turn.request.params
-        length = kv.shape[2]
+        length = kv.shape[3]
         self.cache.reserve(row + 1, length + 1)
         self.cache.write(row, kv)
         self._table[row] = (

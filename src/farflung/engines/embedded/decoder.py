@@ -18,8 +18,7 @@ class Attention(Protocol):
     def __call__(self, layer: int, queries: Tensor, keys_values: Tensor) -> Tensor | None:
         """Store keys_values [n, 2 kv_heads, head_dim] (keys first), attend with queries [n, heads, head_dim].
 
-        Returns [n, heads * head_dim], heads in the order of ``Layer.output``, or None when nothing after this layer is of
-        interest.
+        Returns [n, heads * head_dim], or None when nothing after this layer is of interest.
         """
         ...
 

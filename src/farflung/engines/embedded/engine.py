@@ -67,7 +67,7 @@ class _Prompt:
 
     @property
     def left(self) -> int:
-        return self.kv.shape[2] - self.held
+        return self.kv.shape[3] - self.held
 
 
 class EmbeddedEngine:
@@ -238,7 +238,7 @@ class EmbeddedEngine:
             kv = torch.empty(kv_shape(self._architecture, len(ids) - 1), dtype=self._dtype, device=self._device)
             if found is not None:
                 turn.cached = len(found.ids)
-                kv[:, :, : turn.cached] = found.kv
+                kv[:, :, :, : turn.cached] = found.kv
             self._counts["prompt_tokens"] += len(ids)
             self._counts["cached_tokens"] += turn.cached
             self._prompts.append(_Prompt(turn, kv, turn.cached))
@@ -389,7 +389,8 @@ async def _in_background(work: Callable[[], T], loop: asyncio.AbstractEventLoop)
     def run() -> None:
         # On Linux niceness belongs to a thread, and cannot be taken back: hence a new thread every time.
         if hasattr(os, "setpriority"):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + 5))
         try:
             with torch.inference_mode():
                 result = work()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,11 +51,11 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer. Projections are [in, out] in the compute type. Rows of ``output`` are ordered by
-    (head within its group, group): the order in which attention over grouped heads leaves its result in memory.
+    """One decoder layer. Projections are [in, out] in the compute type.
 
-    Gains are norm weights times sqrt(width), float32; where the compute type is float32, ``qkv`` and ``gate_up`` carry
-    them in their columns instead, and the gain is None. ``qk_gain`` is [heads + kv_heads, head_dim].
+    Gains are norm weights times sqrt(width), float32; ``qk_gain`` is [heads + kv_heads, head_dim]. Where the compute type
+    is float32, ``qkv`` and ``gate_up`` carry the gains (which are None then), and queries the 1 / sqrt(head_dim) of
+    their scores.
     """
 
     input_gain: Tensor | None
@@ -90,84 +90,83 @@ def prepare(
 ) -> Weights:
     """Bring weights (Hugging Face names, [out, in]) into ``format`` and fuse them. Raises BadInput, naming the tensor."""
     a = architecture
+    take = _Take(a, given, format, dtype, device)
+    embedding = take.matrix("model.embed_tokens", a.vocabulary, a.width)
+    head = embedding if a.tied else take.matrix("lm_head", a.vocabulary, a.width)
+    layers = tuple(_layer(take, f"model.layers.{i}") for i in range(a.layers))
+    return Weights(embedding, layers, take.gain("model.norm", a.width), head)
 
-    def raw(name: str, *shape: int) -> Tensor:
-        if name not in given:
-            raise BadInput(f"the weights lack {name}", mend=f"publish all tensors of a {a.name}")
-        if given[name].shape != shape:
-            raise BadInput(f"{name} has shape {list(given[name].shape)}, the configuration says {list(shape)}")
-        return given[name].to(torch.bfloat16)
 
-    def matrix(name: str, rows: int, columns: int) -> Tensor:
-        tensor = raw(name, rows, columns)
+@dataclass(frozen=True, slots=True)
+class _Take:
+    """Takes tensors of ``given`` by name, checks their shape, and brings them into format, type and place."""
+
+    architecture: Architecture
+    given: Mapping[str, Tensor]
+    format: WeightFormat
+    dtype: torch.dtype
+    device: torch.device
+
+    def raw(self, name: str, *shape: int) -> Tensor:
+        if name not in self.given:
+            raise BadInput(f"the weights lack {name}", mend=f"publish all tensors of a {self.architecture.name}")
+        tensor = self.given[name]
+        if tensor.shape != shape:
+            raise BadInput(f"{name} has shape {list(tensor.shape)}, the configuration says {list(shape)}")
+        return tensor.to(torch.bfloat16)
+
+    def matrix(self, module: str, rows: int, columns: int) -> Tensor:
+        name = f"{module}.weight"
+        tensor = self.raw(name, rows, columns)
         if is_quantised(name):
-            return quantise(tensor, format, name=name).dequantise(dtype)
-        return tensor.to(dtype, copy=True)
+            return quantise(tensor, self.format, name=name).dequantise(self.dtype).to(self.device)
+        return tensor.to(self.device, self.dtype, copy=True)
 
-    def fused(
-        names: tuple[str, ...], rows: tuple[int, ...], gain: Tensor | None, turn: Callable[[Tensor, int], Tensor] | None
-    ) -> Tensor:
-        parts = [matrix(f"{name}.weight", r, a.width) for name, r in zip(names, rows, strict=True)]
-        stacked = _stack(parts, turn).to(device)
-        return (stacked if gain is None else stacked.mul_(gain)).t().contiguous()
+    def bias(self, module: str, rows: int) -> Tensor | None:
+        name = f"{module}.bias"
+        return self.raw(name, rows).to(self.device, self.dtype, copy=True) if name in self.given else None
 
-    def bias(
-        names: tuple[str, ...], rows: tuple[int, ...], turn: Callable[[Tensor, int], Tensor] | None
-    ) -> Tensor | None:
-        if f"{names[0]}.bias" not in given:
-            return None
-        parts = [raw(f"{name}.bias", r).to(dtype) for name, r in zip(names, rows, strict=True)]
-        return _stack(parts, turn).to(device)
-
-    def gain(name: str, size: int) -> Tensor:
-        return (raw(name, size).float() * math.sqrt(size)).to(device)
-
-    def interleave(tensor: Tensor, part: int) -> Tensor:
-        return tensor if part == 2 else _interleave(tensor, a.head_dim)
-
-    q_rows, kv_rows = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    layers = []
-    for i in range(a.layers):
-        at = f"model.layers.{i}"
-        qkv = tuple(f"{at}.self_attn.{p}_proj" for p in "qkv")
-        gate_up = (f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj")
-        out, down = f"{at}.self_attn.o_proj", f"{at}.mlp.down_proj"
-        qk_gain = None
-        if a.qk_norm:
-            q_gain = _interleave(gain(f"{at}.self_attn.q_norm.weight", a.head_dim), a.head_dim)
-            k_gain = _interleave(gain(f"{at}.self_attn.k_norm.weight", a.head_dim), a.head_dim)
-            qk_gain = torch.cat([q_gain.expand(a.heads, -1), k_gain.expand(a.kv_heads, -1)])
-        input_gain = gain(f"{at}.input_layernorm.weight", a.width)
-        mlp_gain = gain(f"{at}.post_attention_layernorm.weight", a.width)
-        # bfloat16 has no digits to spare for the product of a weight and a gain.
-        fold = dtype == torch.float32
-        layers.append(
-            Layer(
-                input_gain=None if fold else input_gain,
-                qkv=fused(qkv, (q_rows, kv_rows, kv_rows), input_gain if fold else None, interleave),
-                qkv_bias=bias(qkv, (q_rows, kv_rows, kv_rows), interleave),
-                qk_gain=qk_gain,
-                output=_group_last(matrix(f"{out}.weight", a.width, q_rows), a).to(device).t(),
-                output_bias=bias((out,), (a.width,), None),
-                mlp_gain=None if fold else mlp_gain,
-                gate_up=fused(gate_up, (a.mlp_width, a.mlp_width), mlp_gain if fold else None, None),
-                gate_up_bias=bias(gate_up, (a.mlp_width, a.mlp_width), None),
-                down=matrix(f"{down}.weight", a.width, a.mlp_width).to(device).t(),
-                down_bias=bias((down,), (a.width,), None),
-            )
-        )
-    embedding = matrix("model.embed_tokens.weight", a.vocabulary, a.width).to(device)
-    head = embedding if a.tied else matrix("lm_head.weight", a.vocabulary, a.width).to(device)
-    return Weights(embedding, tuple(layers), gain("model.norm.weight", a.width), head)
+    def gain(self, module: str, size: int) -> Tensor:
+        return (self.raw(f"{module}.weight", size).float() * math.sqrt(size)).to(self.device)
 
 
-def _stack(parts: list[Tensor], turn: Callable[[Tensor, int], Tensor] | None) -> Tensor:
-    return torch.cat([turn(part, i) for i, part in enumerate(parts)] if turn else parts)
-
-
-def _group_last(output: Tensor, a: Architecture) -> Tensor:
-    """Columns from (group, head within it) to (head within its group, group); a group shares one key-value head."""
-    return output.view(a.width, a.kv_heads, -1, a.head_dim).transpose(1, 2).flatten(1).contiguous()
+def _layer(take: _Take, at: str) -> Layer:
+    a = take.architecture
+    # bfloat16 has no digits to spare for the product of a weight and a gain.
+    fold = take.dtype == torch.float32
+    input_gain, mlp_gain = (take.gain(f"{at}.{n}_layernorm", a.width) for n in ("input", "post_attention"))
+    qk_gain = None
+    if a.qk_norm:
+        q_gain, k_gain = (_interleave(take.gain(f"{at}.self_attn.{p}_norm", a.head_dim), a.head_dim) for p in "qk")
+        qk_gain = torch.cat([q_gain.expand(a.heads, -1), k_gain.expand(a.kv_heads, -1)])
+    modules = [f"{at}.self_attn.{p}_proj" for p in "qkv"]
+    rows = [h * a.head_dim for h in (a.heads, a.kv_heads, a.kv_heads)]
+    q, k, v = (take.matrix(m, n, a.width) for m, n in zip(modules, rows, strict=True))
+    biases = [take.bias(m, n) for m, n in zip(modules, rows, strict=True)]
+    qkv, qkv_bias = torch.cat([_interleave(q, a.head_dim), _interleave(k, a.head_dim), v]), None
+    if biases[0] is not None and biases[1] is not None and biases[2] is not None:
+        qkv_bias = torch.cat([_interleave(biases[0], a.head_dim), _interleave(biases[1], a.head_dim), biases[2]])
+    gate_up = torch.cat([take.matrix(f"{at}.mlp.{p}_proj", a.mlp_width, a.width) for p in ("gate", "up")])
+    gate_up_biases = [b for p in ("gate", "up") if (b := take.bias(f"{at}.mlp.{p}_proj", a.mlp_width)) is not None]
+    if fold:
+        qkv.mul_(input_gain)
+        gate_up.mul_(mlp_gain)
+        for scaled in (qkv, qkv_bias) if qk_gain is None else (qk_gain,):
+            if scaled is not None:
+                scaled[: rows[0] if qk_gain is None else a.heads] *= a.head_dim**-0.5
+    return Layer(
+        input_gain=None if fold else input_gain,
+        qkv=qkv.t().contiguous(),
+        qkv_bias=qkv_bias,
+        qk_gain=qk_gain,
+        output=take.matrix(f"{at}.self_attn.o_proj", a.width, rows[0]).t(),
+        output_bias=take.bias(f"{at}.self_attn.o_proj", a.width),
+        mlp_gain=None if fold else mlp_gain,
+        gate_up=gate_up.t().contiguous(),
+        gate_up_bias=torch.cat(gate_up_biases) if gate_up_biases else None,
+        down=take.matrix(f"{at}.mlp.down_proj", a.width, a.mlp_width).t(),
+        down_bias=take.bias(f"{at}.mlp.down_proj", a.width),
+    )
 
 
 def _interleave(tensor: Tensor, head_dim: int) -> Tensor:
