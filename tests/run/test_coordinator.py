@@ -163,6 +163,19 @@ async def test_a_broken_episode_is_refused_and_can_be_sent_again(served: Served)
     assert await served.finish(ticket) == 200
 
 
+async def test_machinery_that_never_works_stops_the_run_and_says_why(served: Served) -> None:
+    lost = 0
+    while served.coordinator.halted is None:
+        assert lost < 16 * 2 * 2
+        for ticket in await served.tickets(2):
+            key = {name: ticket[name] for name in ("group", "index", "attempt")}
+            assert (await served.post("/v1/drops", key | {"cause": "sandbox", "detail": "no start"}))[0] == 200
+            lost += 1
+    assert "16 groups in a row came to nothing; the last failure (sandbox): no start" in served.coordinator.halted
+    assert served.ledger.drops() == {"sandbox": 32}
+    assert (await served.post("/v1/tickets", {"worker": "w", "max": 1}))[0] == 410
+
+
 async def test_a_full_disk_stops_the_run_and_loses_nothing(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = await served.tickets(2)
     assert await served.finish(first) == 200

@@ -56,6 +56,7 @@ class Buffer:
         self._order: dict[int, list[int]] = {}
         self._open: dict[int, _Group] = {}
         self._ready = len(ledger.groups("ready"))
+        self.lost_in_a_row = 0  # groups of which too few episodes survived, since one was ready
         size = recipe.train.group_size
         for row in ledger.groups("open"):
             left = [(i, 0) for i in range(size) if i not in row.finished | row.dropped]
@@ -193,7 +194,9 @@ class Buffer:
         del self._open[group]
         if len(state.finished) < MIN_SURVIVORS:
             self._ledger.drop_group(group, DropCause.GROUP, f"{len(state.finished)} of its episodes survived")
+            self.lost_in_a_row += 1
         else:
+            self.lost_in_a_row = 0
             self._ledger.group_ready(group, self._ledger.oldest_version(group))
             self._ready += 1
 

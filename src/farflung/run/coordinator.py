@@ -26,6 +26,7 @@ from farflung.run.ledger import Ledger
 
 POLL_SECONDS = 10.0  # an empty answer after this long, so that both sides see that the other lives
 MAX_BODY = 1 << 30
+LOST_GROUPS = 16  # in a row: what fails so often will not mend itself
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -152,7 +153,10 @@ class Coordinator:
             key = (int(body["group"]), int(body["index"]), int(body["attempt"]))
         except (KeyError, TypeError, ValueError) as error:
             raise BadInput(f"not a drop: {error!r}", where="drops") from None
-        self._buffer.fail(*key, cause, str(body.get("detail", "")))
+        detail = str(body.get("detail", ""))
+        self._buffer.fail(*key, cause, detail)
+        if self._buffer.lost_in_a_row >= LOST_GROUPS:
+            self.halt(f"{LOST_GROUPS} groups in a row came to nothing; the last failure ({cause}): {detail[:500]}")
         self._notify()
         return web.json_response({})
 
