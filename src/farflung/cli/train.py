@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -72,8 +73,13 @@ def _train(folder: Path) -> int:
     outcome = train(space, console=console)
     page = draw_report(folder)
     console.print(f"update {outcome.update}, {outcome.wall_s:.0f} s; report: {page}", highlight=False)
+    quoted = shlex.quote(str(folder))
     if outcome.stopped:
-        console.print(f"{outcome.stopped}; go on with: farflung train --resume {folder}", highlight=False)
+        console.print(
+            f"{outcome.stopped}; go on with: farflung train --resume {quoted}", highlight=False, soft_wrap=True
+        )
         return 130
-    console.print(f"policy: {folder / 'policy'}; measure it with: farflung eval {folder}", highlight=False)
+    console.print(
+        f"policy: {folder / 'policy'}; measure it with: farflung eval {quoted}", highlight=False, soft_wrap=True
+    )
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,7 +61,8 @@ def quickstart(recipe: Recipe, run_dir: Path, *, console: Console, summary: Path
             raise KeyboardInterrupt
         after = measure("after", space.policy)
     except KeyboardInterrupt:
-        mend = f"go on: farflung train --resume {run_dir}, then farflung eval {run_dir}"
+        quoted = shlex.quote(str(run_dir))
+        mend = f"go on: farflung train --resume {quoted}, then farflung eval {quoted}"
         raise Stopped("stopped by hand", where=str(run_dir), mend=mend) from None
     result = summarise(space, before, after) | {
         "wall_s": round(time.monotonic() - began, 1),

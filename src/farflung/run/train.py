@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shlex
 import signal
 import sqlite3
 import time
@@ -254,7 +255,7 @@ class _Run:
 
 
 def _cannot_go_on(space: Workspace, reason: str) -> FarflungError:
-    mend = f"nothing finished is lost; mend it, then: farflung train --resume {space.path}"
+    mend = f"nothing finished is lost; mend it, then: farflung train --resume {shlex.quote(str(space.path))}"
     return FarflungError(reason, where=str(space.path), mend=mend)
 
 

@@ -8,6 +8,7 @@ import importlib.resources
 import json
 import os
 import secrets
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ class Workspace:
             raise BadInput(
                 "a run is here already",
                 where=str(path),
-                mend=f"go on with it: farflung train --resume {path}, or pass another --dir",
+                mend=f"go on with it: farflung train --resume {shlex.quote(str(path))}, or pass another --dir",
             )
         model = resolve_model(recipe.model.path)
         facts = {"recipe": dump_recipe(recipe), "model": str(model), "run_id": secrets.token_hex(8)}
