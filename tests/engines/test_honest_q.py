@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from farflung.core.sampling import KvFormat, WeightFormat
+from farflung.core.sampling import Completion, GenerateRequest, KvFormat, WeightFormat
 from farflung.engines import audit
 from farflung.engines.embedded import EmbeddedEngine, EngineOptions
+from farflung.engines.embedded.architecture import Architecture
 from farflung.engines.embedded.weights import read_folder
 from farflung.formats.kv import KV_FORMATS
 from farflung.formats.weights import FORMATS
@@ -23,6 +25,11 @@ from tests.engines.tiny import request
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save("qwen3", tmp_path_factory.mktemp("qwen3"), spread=0.1)
+
+
+def recomputed(model: PreTrainedModel, kv: KvFormat, one: GenerateRequest, done: Completion) -> torch.Tensor:
+    ids = np.concatenate([one.ids, done.ids])
+    return audit.full_log_probs(model, kv, ids, len(one.ids), one.params.temperature)
 
 
 @pytest.mark.parametrize("kv", KV_FORMATS)
@@ -40,17 +47,28 @@ async def test_q_follows_from_version_and_format(folder: Path, format: WeightFor
         done = await asyncio.gather(*map(engine.generate, asked))
     finally:
         await engine.close()
-    audits = [
-        audit.audit(model, kv, one.ids, completion, one.params, seed=i)
+    full = audit.replayed_log_probs(
+        Architecture.read(folder),
+        read_folder(folder),
+        source,
+        [(one.ids, completion.ids, one.params.temperature) for one, completion in zip(asked, done, strict=True)],
+    )
+    replayed = audit.join(
+        audit.audit(log_probs, completion, one.params)
+        for log_probs, one, completion in zip(full, asked, done, strict=True)
+    )
+    assert replayed.gaps.max() < 1e-3
+    assert replayed.drifts.max() < 1e-3
+    independent = audit.join(
+        audit.audit(recomputed(model, kv, one, completion), completion, one.params, seed=i)
         for i, (one, completion) in enumerate(zip(asked, done, strict=True))
-    ]
-    assert max(a.drifts.max() for a in audits) < 1e-3
-    # A key or value that lies on the edge between two codes rounds the other way when a last digit differs: seldom in
-    # BF16 and hardly felt, more in FP8.
-    gaps = np.concatenate([a.gaps for a in audits])
-    assert np.mean(gaps < 1e-3) > (0.999 if kv == "bf16" else 0.99)
-    assert not any(a.wrong.any() for a in audits)
-    assert audit.uniformity_p(np.concatenate([a.places for a in audits]), bins=20) > 1e-3
+    )
+    # A key or value at the edge between two codes rounds the other way when a last digit differs: hardly felt in BF16,
+    # more in FP8.
+    assert np.mean(independent.gaps < 1e-3) > (0.999 if kv == "bf16" else 0.99)
+    assert independent.drifts.max() < (1e-3 if kv == "bf16" else 2e-2)
+    assert not independent.wrong.any()
+    assert audit.uniformity_p(independent.places, bins=20) > 1e-3
 
 
 async def test_tokens_on_both_sides_of_a_swap_follow_from_their_own_version(folder: Path, tmp_path: Path) -> None:
@@ -69,7 +87,7 @@ async def test_tokens_on_both_sides_of_a_swap_follow_from_their_own_version(fold
     for version, weights in enumerate(versions):
         model = tiny.reference(folder)
         audit.load_rounded(model, weights, "bf16")
-        checked = audit.audit(model, "bf16", one.ids, done, one.params)
+        checked = audit.audit(recomputed(model, "bf16", one, done), done, one.params)
         mine = done.versions == version
         assert checked.gaps[mine].max() < 1e-3
         assert np.median(checked.gaps[~mine]) > 1e-2

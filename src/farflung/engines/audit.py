@@ -1,12 +1,14 @@
-"""Was q what the sampler said? Recomputes it through transformers, sharing no code with the engine but the formats.
+"""Was q what the sampler said? Recomputes it from what a token names: version and formats; and its prefix and rules.
 
-A token names its version and its formats; from these, its prefix and the sampling rules follow its distribution. What is
-compared here is therefore everything that the trainer relies on.
+Twice: through transformers, sharing no code with the engine but the formats; and by a fresh run of the engine's own
+decoder, which is fed the prompt and then the sampled ids one by one. Two programs add in different order, so in the first
+a key or value at the edge between two codes of the cache format now and then rounds the other way, and q moves a little.
+The second adds as the sampler did, whoever else was in the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +17,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from farflung.core.sampling import Completion, KvFormat, SamplingParams, WeightFormat
+from farflung.core.sampling import Completion, KvFormat, SamplingParams, Source, WeightFormat
 from farflung.core.supports import Float32, Int32
-from farflung.formats.kv import rounding
+from farflung.engines.embedded.architecture import Architecture
+from farflung.engines.embedded.cache import Reading, RowCache, kv_shape
+from farflung.engines.embedded.decoder import Decoder, Workspace
+from farflung.engines.embedded.weights import prepare
+from farflung.formats.kv import KV_FORMATS, rounding
 from farflung.formats.selection import is_quantised
-from farflung.formats.weights import quantise
+from farflung.formats.weights import FORMATS, quantise
 
 Float64 = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -56,6 +62,44 @@ def full_log_probs(model: PreTrainedModel, kv: KvFormat, ids: Int32, first: int,
     return torch.log_softmax(logits.float() / temperature, -1)
 
 
+@torch.inference_mode()
+def replayed_log_probs(
+    architecture: Architecture,
+    weights: Mapping[str, Tensor],
+    source: Source,
+    turns: Sequence[tuple[Int32, Int32, float]],
+) -> list[Tensor]:
+    """The same by the engine's decoder in float32 on a CPU. turns: prompt, sampled ids and temperature of each."""
+    cpu, dtype = torch.device("cpu"), torch.float32
+    formats = next(f for f in FORMATS if f == source.weights), next(f for f in KV_FORMATS if f == source.kv)
+    prepared = prepare(architecture, weights, formats[0], dtype, cpu)
+    steps = max(len(sampled) for _, sampled, _ in turns)
+    longest = max(len(prompt) for prompt, _, _ in turns) + steps
+    decoder = Decoder(architecture, longest, rounding(formats[1]), cpu)
+    cache, workspace = RowCache(architecture, dtype, cpu), Workspace(architecture, dtype, cpu)
+    for row, (prompt, _, _) in enumerate(turns):
+        kv = torch.empty(kv_shape(architecture, len(prompt) - 1))
+        if len(prompt) > 1:
+            ids, positions = torch.from_numpy(prompt[:-1].astype(np.int64)), torch.arange(len(prompt) - 1)
+            reading = Reading(architecture, [(kv, 0, len(prompt) - 1)])
+            decoder.hidden(prepared, ids, positions, reading.attend, Workspace(architecture, dtype, cpu))
+        cache.reserve(row + 1, longest)
+        cache.write(row, kv)
+    lengths = np.array([len(prompt) - 1 for prompt, _, _ in turns])
+    last = np.array([prompt[-1] for prompt, _, _ in turns]).astype(np.int64)
+    rows: list[list[Tensor]] = [[] for _ in turns]
+    for step in range(steps):
+        cache.begin(lengths)
+        decoder.hidden(prepared, torch.from_numpy(last), torch.from_numpy(lengths.copy()), cache.attend, workspace)
+        logits = decoder.logits(prepared, workspace)
+        for row, (_, sampled, temperature) in enumerate(turns):
+            if step < len(sampled):
+                rows[row].append(torch.log_softmax(logits[row] / temperature, -1))
+                last[row] = sampled[step]
+        lengths += 1
+    return [torch.stack(row) for row in rows]
+
+
 @dataclass(frozen=True, slots=True)
 class Audit:
     """Of each token: ``gaps`` [n], the difference between its recorded and its recomputed log-probability; ``drifts`` [n],
@@ -70,12 +114,9 @@ class Audit:
     places: Float64
 
 
-def audit(
-    model: PreTrainedModel, kv: KvFormat, prompt: Int32, completion: Completion, params: SamplingParams, seed: int = 0
-) -> Audit:
-    """Compare one turn, all of whose tokens have the version and weight format that ``model`` was set to."""
-    ids = np.concatenate([prompt, completion.ids])
-    full = full_log_probs(model, kv, ids, len(prompt), params.temperature).double().numpy()
+def audit(full_log_probs: Tensor, completion: Completion, params: SamplingParams, seed: int = 0) -> Audit:
+    """Compare one turn with what its tokens were drawn from before top-k and top-p, [n, vocabulary], recomputed."""
+    full = full_log_probs.double().numpy()
     n = len(completion.ids)
     randoms = np.random.default_rng(seed).random(n)
     gaps, drifts, wrong, places = np.zeros(n), np.zeros(n), np.zeros(n, bool), np.zeros(n)

@@ -244,19 +244,22 @@ class EmbeddedEngine:
             self._prompts.append(_Prompt(turn, kv, turn.cached))
 
     def _next_parts(self) -> list[tuple[_Prompt, int]]:
-        """The oldest prompts and how many ids of each to read now, at most ``prefill_tokens`` in all."""
+        """The oldest prompts and how many ids of each to read now, at most ``prefill_tokens`` in all.
+
+        Only a prompt that is longer than that by itself is cut.
+        """
         parts: list[tuple[_Prompt, int]] = []
         budget = self._options.prefill_tokens
         for prompt in self._prompts:
+            if parts and prompt.left > budget:
+                break
             added = min(prompt.left, budget)
             parts.append((prompt, added))
             budget -= added
-            if not budget:
-                break
         return parts
 
     def _read(self, parts: list[tuple[_Prompt, int]]) -> None:
-        """Read these parts in one pass; prompts that are through join the batch. All but the last one always are."""
+        """Read these parts in one pass; prompts that are through join the batch; only a single one can be left over."""
         self._feed([(p.turn.request.ids, p.kv, p.held, added) for p, added in parts if added])
         for prompt, added in parts:
             prompt.held += added
