@@ -33,7 +33,7 @@ KIN: tuple[tuple[str, ...], ...] = (
 class Habits:
     """Probabilities of what the solver does."""
 
-    blind: float = 0.4
+    blind: float = 0.5
     """It edits without having looked at the file."""
     careless: float = 0.25
     """Its first repair is a wrong one."""

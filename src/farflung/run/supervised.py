@@ -74,6 +74,9 @@ def fit(
         torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.98), weight_decay=0.0),
     )
     batches = _batches(samples, batch, random.Random(seed))
+    # Batches are sorted by length: a mean over each one's own tokens would count those of short episodes more.
+    own_tokens = sum(int(action.sum()) for _, action in samples) / len(samples)
+    read_tokens = sum(len(ids) for ids, _ in samples) / len(samples) - own_tokens
     model.train()
     for step in range(1, steps + 1):
         for optimiser in optimisers:
@@ -81,6 +84,7 @@ def fit(
                 group["lr"] = lr * _schedule(step, steps)
             optimiser.zero_grad()
         own, read = _loss(model, next(batches))
+        own, read = own / (batch * own_tokens), read / (batch * read_tokens)
         (own + READING * read).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimiser in optimisers:
@@ -96,7 +100,7 @@ def _schedule(step: int, steps: int) -> float:
 
 
 def _loss(model: Any, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy of the policy's own tokens, and that of the rest. Rows are padded on the right, where causal
+    """Summed cross-entropy of the policy's own tokens, and that of the rest. Rows are padded on the right, where causal
     attention never looks."""
     length = max(len(ids) for ids, _ in samples)
     ids = torch.zeros(len(samples), length, dtype=torch.long)
@@ -110,7 +114,7 @@ def _loss(model: Any, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     chosen = real[:, 1:]
     losses = functional.cross_entropy(model.lm_head(hidden[:, :-1][chosen]), ids[:, 1:][chosen], reduction="none")
     own = action[:, 1:][chosen]
-    return losses[own].mean(), losses[~own].mean()
+    return losses[own].sum(), losses[~own].sum()
 
 
 def _batches(samples: Sequence[Sample], size: int, rng: random.Random) -> Iterator[list[Sample]]:

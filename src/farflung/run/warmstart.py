@@ -44,8 +44,8 @@ class Plan:
     train_tasks: int = 800
     heldout_tasks: int = 128
     demonstrations: int = 24_000
-    steps: int = 2400
-    batch: int = 16
+    steps: int = 3000
+    batch: int = 32
     lr: float = 2e-3
     habits: Habits = field(default_factory=Habits)
 
