@@ -248,6 +248,25 @@ async def test_a_closed_engine_fails_what_it_had_and_takes_no_more(folder: Path)
         await engine.load(1, read_folder(folder))
 
 
+async def test_an_engine_that_breaks_for_good_says_so_to_everybody(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(folder) as engine:
+
+        def broken() -> None:
+            raise MemoryError("for good")
+
+        monkeypatch.setattr(engine, "_admit", broken)
+        asked = [engine.generate(request(session=str(i))) for i in range(3)]
+        for result in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(result, EngineError)
+            assert "for good" in str(result)
+        for late in (engine.generate(request()), engine.load(1, read_folder(folder))):
+            with pytest.raises(EngineError, match="for good"):
+                await late
+        engine.forget("s")
+
+
 async def test_bfloat16_serves_too(folder: Path) -> None:
     async with serving(folder, compute="bfloat16") as rough:
         first = request(30)

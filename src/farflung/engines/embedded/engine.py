@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import torch
@@ -29,13 +29,12 @@ from farflung.engines.embedded.architecture import Architecture
 from farflung.engines.embedded.batch import Batch, Turn
 from farflung.engines.embedded.cache import IdleSessions, Reading, RowCache, Stored, kv_shape
 from farflung.engines.embedded.decoder import Decoder, Workspace
+from farflung.engines.embedded.threads import answer, in_background
 from farflung.engines.embedded.weights import Weights, prepare, read_folder
 from farflung.formats import kv as kv_formats
 from farflung.formats.weights import FORMATS
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +120,7 @@ class EmbeddedEngine:
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._closing = False
-        self._fatal: str | None = None
+        self._ended: str | None = None
         self._loading = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -141,7 +140,6 @@ class EmbeddedEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one turn; a turn that would outgrow the context ends there, with ``finish`` "length"."""
-        self._check_alive()
         room = self.context - len(request.ids)
         if room < 1:
             raise TooLong(f"{len(request.ids)} ids leave no room in a context of {self.context}", where="generate")
@@ -154,26 +152,22 @@ class EmbeddedEngine:
             return await turn.future
         except asyncio.CancelledError:
             turn.cancelled = True
-            self._post(self._drop_cancelled)
+            with suppress(EngineError):
+                self._post(self._drop_cancelled)
             raise
 
     async def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """See the port. ``weights`` must not change until this returns. Raises BadInput; the old weights stay then."""
         async with self._loading:
-            self._check_alive()
             loop = asyncio.get_running_loop()
-            prepared = await _in_background(lambda: self._prepare(weights), loop)
+            prepared = await in_background(lambda: self._prepare(weights), loop)
             swapped: asyncio.Future[None] = loop.create_future()
-
-            def swap() -> None:
-                self._swap(version, prepared)
-                _answer(loop, swapped, None)
-
-            self._post(swap)
+            self._post(lambda: self._swap(version, prepared, loop, swapped))
             await swapped
 
     def forget(self, session: str) -> None:
-        self._post(lambda: self._forget(session))
+        with suppress(EngineError):  # an engine that has ended has forgotten everything
+            self._post(lambda: self._forget(session))
 
     def stats(self) -> EngineStats:
         active = len(self._batch) + len(self._prompts)
@@ -186,12 +180,11 @@ class EmbeddedEngine:
             self._wake.notify()
         await asyncio.to_thread(self._thread.join, 30)
 
-    def _check_alive(self) -> None:
-        if self._fatal is not None or self._closing:
-            raise EngineError(self._fatal or "the engine is closed", where=self.source.replica)
-
     def _post(self, action: Callable[[], None]) -> None:
+        """Have the thread do this between two steps. Raises EngineError when it has ended."""
         with self._wake:
+            if self._ended is not None:
+                raise EngineError(self._ended, where=self.source.replica)
             self._inbox.append(action)
             self._wake.notify()
 
@@ -202,27 +195,42 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def _run(self) -> None:
+        ended = "the engine is closed"
         try:
-            while True:
-                with self._wake:
-                    while not (self._inbox or self._closing or self._busy):
-                        self._wake.wait()
-                    if self._closing:
-                        break
-                    actions, self._inbox = self._inbox, deque()
+            while (actions := self._next_actions()) is not None:
                 for action in actions:
                     action()
-                self._admit()
-                if self._prompts:
-                    parts = self._next_parts()
-                    self._guarded(lambda: self._read(parts), [p.turn for p, _ in parts])  # noqa: B023 (called at once)
-                if len(self._batch):
-                    self._guarded(self._decode, list(self._batch.turns))
-            self._fail_all("the engine was closed")
+                self._step()
         except BaseException as error:
             log.exception("the engine's thread ended")
-            self._fatal = f"the engine broke: {error!r}"
-            self._fail_all(self._fatal)
+            ended = f"the engine broke: {error!r}"
+        with self._wake:
+            self._ended = ended
+            late, self._inbox = self._inbox, deque()
+        for action in late:
+            # They only hand over turns and weights now; the turns fail with the others.
+            with suppress(Exception):
+                action()
+        for turn in (*self._batch.turns, *(p.turn for p in self._prompts), *self._waiting):
+            self._fail(turn, EngineError(ended, where=self.source.replica))
+
+    def _next_actions(self) -> list[Callable[[], None]] | None:
+        """Everything that was posted, once there is anything to do; None when the engine was closed."""
+        with self._wake:
+            while not (self._inbox or self._closing or self._busy):
+                self._wake.wait()
+            if self._closing:
+                return None
+            actions, self._inbox = list(self._inbox), deque()
+            return actions
+
+    def _step(self) -> None:
+        self._admit()
+        if self._prompts:
+            parts = self._next_parts()
+            self._guarded(lambda: self._read(parts), [p.turn for p, _ in parts])
+        if len(self._batch):
+            self._guarded(self._decode, list(self._batch.turns))
 
     @property
     def _busy(self) -> bool:
@@ -303,7 +311,7 @@ class EmbeddedEngine:
         completion = Completion(
             sampled.ids, sampled.logprobs, sampled.versions, sampled.supports, finish, self.source, turn.cached
         )
-        _answer(turn.loop, turn.future, completion)
+        answer(turn.loop, turn.future, completion)
 
     def _keep(self, row: int) -> None:
         """Store the row's keys and values for the session's next turn, in bfloat16: both cache formats fit in it exactly."""
@@ -326,13 +334,16 @@ class EmbeddedEngine:
             if turn.request.session == session:
                 turn.keep = False
 
-    def _swap(self, version: int, weights: Weights) -> None:
+    def _swap(
+        self, version: int, weights: Weights, loop: asyncio.AbstractEventLoop, swapped: asyncio.Future[None]
+    ) -> None:
         started = time.monotonic()
         self._weights, self._version = weights, version
         if self._options.recompute_on_swap:
             self._guarded(self._recompute, [*self._batch.turns, *(p.turn for p in self._prompts)])
         self._counts["swaps"] += 1
         self._swap_seconds += time.monotonic() - started
+        answer(loop, swapped, None)
 
     def _recompute(self) -> None:
         self._idle.clear()
@@ -362,45 +373,4 @@ class EmbeddedEngine:
                 self._fail(turn, EngineError(f"a step failed: {error!r}", where=self.source.replica))
 
     def _fail(self, turn: Turn, error: EngineError) -> None:
-        _answer(turn.loop, turn.future, error)
-
-    def _fail_all(self, what: str) -> None:
-        turns = [*self._batch.turns, *(p.turn for p in self._prompts), *self._waiting]
-        for turn in turns:
-            self._fail(turn, EngineError(what, where=self.source.replica))
-
-
-def _answer(loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], answer: T | Exception) -> None:
-    """Resolve a future of the event loop from another thread; one that nobody waits for any more is left alone."""
-
-    def resolve() -> None:
-        if future.done():
-            return
-        if isinstance(answer, Exception):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
-
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(resolve)
-
-
-async def _in_background(work: Callable[[], T], loop: asyncio.AbstractEventLoop) -> T:
-    """Run ``work`` on a thread of its own that yields the processor to the engine's and the loop's threads."""
-    future: asyncio.Future[T] = loop.create_future()
-
-    def run() -> None:
-        # On Linux niceness belongs to a thread, and cannot be taken back: hence a new thread every time.
-        if hasattr(os, "setpriority"):
-            thread = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + 5))
-        try:
-            with torch.inference_mode():
-                result = work()
-        except Exception as error:
-            _answer(loop, future, error)
-        else:
-            _answer(loop, future, result)
-
-    threading.Thread(target=run, name="weights", daemon=True).start()
-    return await future
+        answer(turn.loop, turn.future, error)
