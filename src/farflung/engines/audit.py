@@ -77,12 +77,16 @@ def replayed_log_probs(
     longest = max(len(prompt) for prompt, _, _ in turns) + steps
     decoder = Decoder(architecture, longest, rounding(formats[1]), cpu)
     cache, workspace = RowCache(architecture, dtype, cpu), Workspace(architecture, dtype, cpu)
-    for row, (prompt, _, _) in enumerate(turns):
-        kv = torch.empty(kv_shape(architecture, len(prompt) - 1))
-        if len(prompt) > 1:
-            ids, positions = torch.from_numpy(prompt[:-1].astype(np.int64)), torch.arange(len(prompt) - 1)
-            reading = Reading(architecture, [(kv, 0, len(prompt) - 1)])
-            decoder.hidden(prepared, ids, positions, reading.attend, Workspace(architecture, dtype, cpu))
+    prompts = [prompt[:-1].astype(np.int64) for prompt, _, _ in turns]
+    stores = [torch.empty(kv_shape(architecture, len(prompt))) for prompt in prompts]
+    reading = Reading(
+        architecture, [(kv, 0, len(prompt)) for kv, prompt in zip(stores, prompts, strict=True) if len(prompt)]
+    )
+    positions = np.concatenate([np.arange(len(prompt)) for prompt in prompts])
+    decoder.hidden(
+        prepared, torch.from_numpy(np.concatenate(prompts)), torch.from_numpy(positions), reading.attend, workspace
+    )
+    for row, kv in enumerate(stores):
         cache.reserve(row + 1, longest)
         cache.write(row, kv)
     lengths = np.array([len(prompt) - 1 for prompt, _, _ in turns])
