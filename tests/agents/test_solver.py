@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from farflung.agents.solver import SUBMIT, TEST, Habits, solve
+from farflung.agents.solver import SUBMIT, TEST, Habits, Step, solve
 from farflung.core.task import Task
 from farflung.tasks.repair import generate, module_path
 
@@ -19,9 +19,13 @@ SURE = Habits(blind=0.0, careless=0.0, verify=0.0, tests_first=0.0)
 
 def commands(task: Task, habits: Habits, said: str = "FAILED (failures=1)", seed: int = 0) -> list[str]:
     """All commands when every command prints ``said``."""
+    return [step.command for step in steps(task, habits, said, seed)]
+
+
+def steps(task: Task, habits: Habits, said: str = "FAILED (failures=1)", seed: int = 0) -> list[Step]:
     solver = solve(task, random.Random(f"{seed} {task.id}"), habits)
     found = [next(solver)]
-    while found[-1] != SUBMIT:
+    while found[-1].command != SUBMIT:
         found.append(solver.send(said))
     return found
 
@@ -47,13 +51,15 @@ def test_without_careless_habits_it_looks_edits_and_submits() -> None:
         assert end == SUBMIT
 
 
-def test_a_careless_solver_runs_the_tests_and_repairs_again() -> None:
-    tries = [commands(task, Habits(blind=0.0, careless=1.0, again=0.0, verify=0.0, tests_first=0.0)) for task in TASKS]
+def test_a_careless_solver_runs_the_tests_looks_again_and_repairs_again() -> None:
+    tries = [steps(task, Habits(blind=0.0, careless=1.0, again=0.0, verify=0.0, tests_first=0.0)) for task in TASKS]
     for found in tries:
-        edits = [at for at, command in enumerate(found) if command.startswith("sed")]
+        edits = [at for at, step in enumerate(found) if step.command.startswith("sed")]
         assert len(edits) in (1, 2)  # one where no near miss exists
-        assert all(found[at + 1] == TEST for at in edits[:-1])
-    assert sum(len(found) == 5 for found in tries) > 90
+        assert [at for at, step in enumerate(found) if step.mistake] == edits[:-1]
+        assert all(found[at + 1].command == TEST for at in edits[:-1])
+        assert all(found[at + 2].command.startswith(("cat", "grep")) for at in edits[:-1])
+    assert sum(len(found) == 6 for found in tries) > 90
 
 
 def test_it_stops_when_the_tests_pass_by_luck() -> None:
@@ -66,8 +72,9 @@ def test_the_same_random_numbers_give_the_same_commands() -> None:
     assert [commands(t, Habits()) for t in TASKS[:20]] == [commands(t, Habits()) for t in TASKS[:20]]
 
 
-def test_a_blind_solver_edits_before_it_has_looked() -> None:
+def test_a_blind_solver_edits_without_having_looked_and_submits() -> None:
     for task in TASKS[:20]:
-        found = commands(task, Habits(blind=1.0, verify=0.5), said="OK")
-        assert found[0].startswith("sed -i")
-        assert found[1:] in ([SUBMIT], [TEST, SUBMIT])
+        edit, end = steps(task, Habits(blind=1.0))
+        assert edit.command.startswith("sed -i")
+        assert not edit.mistake
+        assert end.command == SUBMIT

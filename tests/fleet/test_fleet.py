@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 
 import aiohttp
@@ -279,3 +280,17 @@ async def test_the_router_passes_a_drain_on() -> None:
         await until(lambda: not f.server.state.members)
         async with http.post(f"{f.url}/v1/replicas", json={"url": "nonsense"}) as answer:
             assert (answer.status, (await answer.json())["kind"]) == (400, "bad_request")
+
+
+@pytest.mark.parametrize("token", [None, "wrong"])
+async def test_the_router_tells_a_stranger_nothing(token: str | None) -> None:
+    async with fleet() as f, aiohttp.ClientSession(headers=wire.bearer(token) if token else {}) as http:
+        one = await f.add(engine("a", "a-0"))
+        for method, path in [(r.method, r.resource.canonical) for r in f.server.app().router.routes() if r.resource]:
+            address = f.url + re.sub("{[^}]*}", "a-0", path)
+            async with http.request(method, address, data=request().encode()) as answer:
+                assert (path, answer.status) == (path, 401)
+                assert TOKEN not in (body := await answer.text())
+                assert "a-0" not in body
+        assert one.engine.stats().sampled_tokens == 0
+        assert not one.draining

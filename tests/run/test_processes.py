@@ -96,3 +96,18 @@ async def test_what_cannot_be_started_again_fails_the_run(programs: Programs) ->
     assert not await programs.processes.ended("bad", 30)
     assert "bad cannot be started again" in str(programs.processes.failed)
     await programs.processes.stop()
+
+
+async def test_slow_deaths_count_until_the_run_gets_on(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CRASHES", 3)
+    monkeypatch.setattr(module, "CRASH_WINDOW", 0.0)
+    await programs.start("bad", "raise SystemExit(1)")
+    async with asyncio.timeout(30):
+        while programs.starts("bad") < 5:
+            if len(programs.events) % 2 == 1:  # it died and waits to be started again
+                programs.processes.progressed()
+            assert programs.processes.failed is None
+            await asyncio.sleep(0.01)
+    assert not await programs.processes.ended("bad", 30)
+    assert "bad died 3 times" in str(programs.processes.failed)
+    await programs.processes.stop()

@@ -20,7 +20,7 @@ from farflung.agents.harness import begin
 from farflung.agents.solver import SUBMIT, Habits
 from farflung.config import AgentConfig, SandboxConfig
 from farflung.core.errors import BadInput
-from farflung.run.demonstrations import Demonstration, encode, record
+from farflung.run.demonstrations import Demonstration, Role, Shown, encode, record
 from farflung.run.supervised import Shape, fit, new_model
 from farflung.run.warmstart import Plan, make_tasks, warmstart
 from farflung.sandboxes import open_factory, probe
@@ -45,14 +45,14 @@ def episodes(made: Path) -> list[Demonstration]:
         (made / "demonstrations.jsonl.zst").read_bytes(), max_output_size=1 << 24
     )
     lines = [json.loads(line) for line in raw.splitlines()]
-    return [Demonstration(line["statement"], tuple((c, o) for c, o in line["turns"])) for line in lines]
+    return [Demonstration(line["statement"], tuple(Shown(**turn) for turn in line["turns"])) for line in lines]
 
 
 def test_it_makes_tasks_episodes_and_a_policy_that_transformers_load(made: Path, episodes: list[Demonstration]) -> None:
     assert len(load_tasks(str(made / "tasks" / "train.jsonl.zst"))) == 4
     assert len(load_tasks(str(made / "tasks" / "heldout.jsonl.zst"))) == 2
     assert len(episodes) == 24
-    assert all(episode.turns[-1] == (SUBMIT, "") for episode in episodes)
+    assert all(episode.turns[-1] == Shown(SUBMIT, "") for episode in episodes)
     model = AutoModelForCausalLM.from_pretrained(made / "policy")
     assert 1_000_000 < sum(p.numel() for p in model.parameters()) < 2_000_000
     card = (made / "policy" / "README.md").read_text()
@@ -65,25 +65,27 @@ def test_episodes_are_encoded_as_the_harness_and_transformers_would(made: Path, 
     dialect, tokenizer = Dialect.load(made / "policy"), AutoTokenizer.from_pretrained(made / "policy")
     assert dialect.tool_format == "command"
     for episode in episodes:
-        ids, action = encode(episode, dialect)
+        ids, roles = encode(episode, dialect)
+        action = roles != Role.READ
         messages = [{"role": "user", "content": episode.statement}]
-        for command, shown in episode.turns:
-            call = {"type": "function", "function": {"name": "bash", "arguments": {"command": command}}}
+        for turn in episode.turns:
+            call = {"type": "function", "function": {"name": "bash", "arguments": {"command": turn.command}}}
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-            if command != SUBMIT:
-                messages.append({"role": "tool", "content": shown})
+            if turn.command != SUBMIT:
+                messages.append({"role": "tool", "content": turn.output})
         assert ids.tolist() == tokenizer.apply_chat_template(messages, tools=[BASH_TOOL], return_dict=False)
         starts = np.flatnonzero(np.diff(action.astype(int), prepend=0) == 1)
         ends = [*np.flatnonzero(np.diff(action.astype(int)) == -1), len(ids) - 1]
         replies = [dialect.parse(ids[a : b + 1]) for a, b in zip(starts, ends, strict=True)]
-        assert replies == [Call(command) for command, _ in episode.turns]
-        assert len(ids) <= 500
+        assert replies == [Call(turn.command) for turn in episode.turns]
+        assert [roles[a] == Role.MISTAKE for a in starts] == [turn.mistake for turn in episode.turns]
+        assert len(ids) <= 1024
 
 
 def test_an_episode_begins_as_a_run_begins_it(made: Path) -> None:
     dialect = Dialect.load(made / "policy")
     task = next(generate(5))
-    ids, _ = encode(Demonstration(task.statement, ((SUBMIT, ""),)), dialect)
+    ids, _ = encode(Demonstration(task.statement, (Shown(SUBMIT, ""),)), dialect)
     opening = begin(task, dialect).ids
     assert ids[: len(opening)].tolist() == opening.tolist()
 
@@ -96,14 +98,14 @@ async def test_what_is_recorded_is_what_the_sandbox_prints_and_is_the_same_again
     second = [d async for d in record(tasks, factory, AgentConfig(), seed=1, habits=habits)]
     assert first == second
     assert len(first) >= 4
-    printed = {shown for episode in first for command, shown in episode.turns if "unittest" in command}
+    printed = {turn.output for episode in first for turn in episode.turns if "unittest" in turn.command}
     assert {"OK"} <= printed <= {
         "OK",
         "FAILED (failures=1)",
         "FAILED (errors=1)",
         "FAILED (failures=1, errors=1)",
     } or any(text.startswith("FAIL: ") for text in printed)
-    assert all(shown == "[no output]" for e in first for command, shown in e.turns if command.startswith("sed"))
+    assert all(turn.output == "[no output]" for e in first for turn in e.turns if turn.command.startswith("sed"))
 
 
 def test_the_three_sets_of_tasks_share_no_module() -> None:
@@ -122,7 +124,7 @@ def test_the_packaged_tasks_are_the_ones_of_the_default_plan() -> None:
 def test_training_lowers_the_loss_and_is_the_same_again() -> None:
     torch.set_num_threads(1)
     ids = np.array([5, 6, 7, 8, 9, 10] * 4, np.int32)
-    samples = [(ids, np.arange(len(ids)) >= 6)] * 8
+    samples = [(ids, (np.arange(len(ids)) >= 6).astype(np.int8))] * 8
     runs: list[list[float]] = []
     for _ in range(2):
         model = new_model(Shape(vocabulary=16, width=32, hidden=32, layers=1), 0, end_id=1, pad_id=0)

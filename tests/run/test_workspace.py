@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from farflung.cli.main import main
-from farflung.config import Recipe
+from farflung.config import PoolConfig, Recipe, TasksConfig
 from farflung.core.errors import BadInput
 from farflung.run.ledger import Ledger
 from farflung.run.workspace import Workspace
@@ -38,6 +38,19 @@ def test_the_store_has_one_name_wherever_the_run_is_called_from(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert Workspace.create(Path("a:b"), Recipe()).store == str(tmp_path / "a:b" / "store")
+
+
+def test_the_files_of_a_recipe_are_found_wherever_the_run_is_gone_on_with_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = PoolConfig(name="a", weights="bf16", engine="paced", tokens_per_second=10, replay="old/episodes")
+    recipe = Recipe(tasks=TasksConfig(train="mine.jsonl"), pools=(pool,))
+    monkeypatch.chdir(tmp_path)
+    Workspace.create(Path("run"), recipe)
+    kept = Workspace.open(tmp_path / "run").recipe
+    assert kept.tasks.train == str(tmp_path / "mine.jsonl")
+    assert kept.tasks.heldout == Recipe().tasks.heldout
+    assert kept.pools[0].replay == str(tmp_path / "old" / "episodes")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """A scripted agent that knows the fix: it writes the solved episodes that a policy is warm-started on.
 
-It has several ways of looking, editing and checking, and bad habits. Often it edits blindly, since it knows the fix
-without looking; a policy that copies that guesses. And it can be careless: it tries a wrong repair, sees the tests fail
-and repairs again. What a policy learns from it is a skill to keep and habits to lose.
+It has several ways of looking and editing, and a bad habit: often it edits blindly, since it knows the fix without looking; a
+policy that copies that guesses. It can also be careless: it tries a wrong repair, sees the tests fail, looks again and
+repairs again. Such a repair is marked as a mistake: what follows from it is worth learning, it itself is not. What a
+policy learns here is a skill to keep and a habit to lose.
 """
 
 from __future__ import annotations
@@ -33,16 +34,24 @@ KIN: tuple[tuple[str, ...], ...] = (
 class Habits:
     """Probabilities of what the solver does."""
 
-    blind: float = 0.5
-    """It edits without having looked at the file."""
-    careless: float = 0.25
-    """Its first repair is a wrong one."""
+    blind: float = 0.65
+    """It edits without having looked at the file, and submits that untested."""
+    careless: float = 0.3
+    """Where it has looked, its first repair is a wrong one."""
     again: float = 0.15
     """After a wrong repair the next one is wrong too."""
     verify: float = 0.5
     """It runs the tests before it submits, though it has no doubt."""
-    tests_first: float = 0.6
+    tests_first: float = 0.7
     """It asks the tests for the function's name where the statement does not tell it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A command; ``mistake`` if it is one that a policy should see but not learn to give."""
+
+    command: str
+    mistake: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +65,27 @@ class _Bug:
     function: str
 
 
-def solve(task: Task, rng: random.Random, habits: Habits = Habits()) -> Generator[str, str, None]:
-    """Yields commands, is sent what each printed, and ends with ``submit``. Needs ``task.fix`` to change one line."""
+def solve(task: Task, rng: random.Random, habits: Habits = Habits()) -> Generator[Step, str, None]:
+    """Yields steps, is sent what each printed, and ends with ``submit``. Needs ``task.fix`` to change one line."""
     bug = _find(task)
-    blind = rng.random() < habits.blind
-    if not blind:
-        yield from _look(bug, bug.function in task.statement, rng, habits)
-    line = bug.bad
-    chance = 0.0 if blind else habits.careless
+    if rng.random() < habits.blind:
+        yield Step(_edit(bug, bug.bad, bug.good, rng))
+        yield Step(SUBMIT)
+        return
+    yield from _look(bug, bug.function in task.statement, rng, habits)
+    line, chance = bug.bad, habits.careless
     while rng.random() < chance and (wrong := near_misses(line, bug)):
         attempt = rng.choice(wrong)
-        yield _edit(bug, line, attempt, rng)
+        yield Step(_edit(bug, line, attempt, rng), mistake=True)
         line, chance = attempt, habits.again
-        if (yield TEST).strip() == "OK":
-            yield SUBMIT
+        if (yield Step(TEST)).strip() == "OK":
+            yield Step(SUBMIT)
             return
-    yield _edit(bug, line, bug.good, rng)
+        yield from _look(bug, True, rng, habits)
+    yield Step(_edit(bug, line, bug.good, rng))
     if rng.random() < habits.verify:
-        yield TEST
-    yield SUBMIT
+        yield Step(TEST)
+    yield Step(SUBMIT)
 
 
 def near_misses(line: str, bug: _Bug) -> list[str]:
@@ -101,17 +112,17 @@ def _find(task: Task) -> _Bug:
     return _Bug(path, number, bad, good, re.findall(r"def (\w+)", above)[-1])
 
 
-def _look(bug: _Bug, named: bool, rng: random.Random, habits: Habits) -> Generator[str, str, None]:
+def _look(bug: _Bug, named: bool, rng: random.Random, habits: Habits) -> Generator[Step, str, None]:
     if not named and rng.random() < habits.tests_first:
-        yield TEST_NAMES
+        yield Step(TEST_NAMES)
         named = True
     draw = rng.random()
-    if named and draw < 0.6:
-        yield f"grep -n -A 6 'def {bug.function}' {bug.path}"
-    elif draw < 0.75:
-        yield f"grep -n '' {bug.path}"
+    if named and draw < 0.7:
+        yield Step(f"grep -n -A 6 'def {bug.function}' {bug.path}")
+    elif draw < 0.85:
+        yield Step(f"grep -n '' {bug.path}")
     else:
-        yield f"cat -n {bug.path}"
+        yield Step(f"cat -n {bug.path}")
 
 
 def _edit(bug: _Bug, line: str, wanted: str, rng: random.Random) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +12,6 @@ from farflung.cli.recipes import find_recipe, parse
 from farflung.core.errors import BadInput
 
 if TYPE_CHECKING:
-    from farflung.config import Recipe
     from farflung.evaluation.held_out import EvalResult
 
 DESCRIPTION = """Measure how many held-out tasks a policy solves: every task several times, sampled from the whole vocabulary at
@@ -54,10 +51,14 @@ def run(argv: Sequence[str]) -> int:
 
 def _run(folder: Path, start: bool, overrides: Overrides) -> EvalResult:
     """Measure a run's policy and record it as what came before or after the training."""
+    from rich.console import Console
+
     from farflung.config import override_recipe
     from farflung.report import draw_report
+    from farflung.run.evaluate import evaluate_policy
     from farflung.run.ledger import Ledger
     from farflung.run.workspace import Workspace
+    from farflung.tasks.files import load_tasks
 
     space = Workspace.open(folder)
     model = space.model if start else space.policy
@@ -71,7 +72,10 @@ def _run(folder: Path, start: bool, overrides: Overrides) -> EvalResult:
     recipe = override_recipe(space.recipe, overrides)
     ledger = Ledger(folder)  # a damaged one is better found before the measuring
     try:
-        result = _measure(model, recipe, space.token_file, folder / "logs", name)
+        result = evaluate_policy(
+            model, recipe, load_tasks(recipe.tasks.heldout), token_file=space.token_file, logs=folder / "logs", name=name,
+            console=Console(stderr=True),
+        )  # fmt: skip
         ledger.add_evaluation(name, result.to_dict())
     finally:
         ledger.close()
@@ -80,25 +84,16 @@ def _run(folder: Path, start: bool, overrides: Overrides) -> EvalResult:
 
 
 def _model(name: str, recipe_name: str | None, overrides: Overrides) -> EvalResult:
+    from rich.console import Console
+
     from farflung.config import Recipe, load_recipe, override_recipe
+    from farflung.run.evaluate import evaluate_model
     from farflung.run.workspace import resolve_model
+    from farflung.tasks.files import load_tasks
 
     if recipe_name:
         recipe = load_recipe(find_recipe(recipe_name), overrides)
     else:
         recipe = override_recipe(Recipe(), overrides)
-    with tempfile.TemporaryDirectory(prefix="farflung-eval-") as folder:
-        token = Path(folder) / "token"
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_urlsafe(24))
-        return _measure(resolve_model(name), recipe, token, Path(folder) / "logs", "model")
-
-
-def _measure(model: Path, recipe: Recipe, token: Path, logs: Path, name: str) -> EvalResult:
-    from rich.console import Console
-
-    from farflung.run.evaluate import evaluate_policy
-    from farflung.tasks.files import load_tasks
-
-    tasks = load_tasks(recipe.tasks.heldout)
-    return evaluate_policy(model, recipe, tasks, token_file=token, logs=logs, name=name, console=Console(stderr=True))
+    console = Console(stderr=True)
+    return evaluate_model(resolve_model(name), recipe, load_tasks(recipe.tasks.heldout), name="model", console=console)

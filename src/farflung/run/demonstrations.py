@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import islice
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from farflung.agents.dialect import Dialect
 from farflung.agents.harness import observe
-from farflung.agents.solver import SUBMIT, Habits, solve
+from farflung.agents.solver import SUBMIT, Habits, Step, solve
 from farflung.config import AgentConfig
 from farflung.core.supports import Int32
 from farflung.core.task import Task
@@ -22,12 +23,29 @@ from farflung.tasks.batch import Batch
 BATCH = 200
 
 
+class Role(IntEnum):
+    """What a token is to the policy."""
+
+    READ = 0
+    OWN = 1
+    MISTAKE = 2  # its own, but not to be learnt
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A command and what the policy saw of its output."""
+
+    command: str
+    output: str
+    mistake: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A solved episode: the statement, then every command with what it printed; ``submit`` comes last and prints nothing."""
+    """A solved episode; ``submit`` comes last and prints nothing."""
 
     statement: str
-    turns: tuple[tuple[str, str], ...]
+    turns: tuple[Shown, ...]
 
 
 async def record(
@@ -44,37 +62,37 @@ async def _record(
     tasks: tuple[Task, ...], factory: SandboxFactory, agent: AgentConfig, seed: int, habits: Habits
 ) -> list[Demonstration]:
     solvers = [solve(task, random.Random(f"{seed} {task.id}"), habits) for task in tasks]
-    commands = {number: next(solver) for number, solver in enumerate(solvers)}
-    turns: list[list[tuple[str, str]]] = [[] for _ in tasks]
+    steps = {number: next(solver) for number, solver in enumerate(solvers)}
+    turns: list[list[Shown]] = [[] for _ in tasks]
     batch = await Batch.open(factory, [task.files for task in tasks])
     try:
-        while commands:
-            results = await batch.run(list(commands.items()))
-            following = {}
-            for (number, command), result in zip(commands.items(), results, strict=True):
-                shown = observe(result, agent)
-                turns[number].append((command, shown))
-                if (wanted := solvers[number].send(shown)) != SUBMIT:
+        while steps:
+            results = await batch.run([(number, step.command) for number, step in steps.items()])
+            following: dict[int, Step] = {}
+            for (number, step), result in zip(steps.items(), results, strict=True):
+                output = observe(result, agent)
+                turns[number].append(Shown(step.command, output, step.mistake))
+                if (wanted := solvers[number].send(output)).command != SUBMIT:
                     following[number] = wanted
-            commands = following
+            steps = following
         trees = await batch.trees()
     finally:
         await batch.close()
     return [
-        Demonstration(task.statement, (*done, (SUBMIT, "")))
+        Demonstration(task.statement, (*done, Shown(SUBMIT, "")))
         for task, done, tree in zip(tasks, turns, trees, strict=True)
         if all(tree[path] == text for path, text in task.fix.items())
     ]
 
 
-def encode(demonstration: Demonstration, dialect: Dialect) -> tuple[Int32, npt.NDArray[np.bool_]]:
-    """ids [T] exactly as the harness would build them, and action [T], true where the policy speaks."""
+def encode(demonstration: Demonstration, dialect: Dialect) -> tuple[Int32, npt.NDArray[np.int8]]:
+    """ids [T] exactly as the harness would build them, and the Role of each [T]."""
     parts = [dialect.opening(dialect.instructions(), demonstration.statement)]
-    speaks = [False]
-    for command, shown in demonstration.turns:
-        parts.append(dialect.reply(command))
-        speaks.append(True)
-        if command != SUBMIT:
-            parts.append(dialect.observation(shown, parts[-1]))
-            speaks.append(False)
-    return np.concatenate(parts), np.repeat(speaks, [len(part) for part in parts])
+    roles = [Role.READ]
+    for turn in demonstration.turns:
+        parts.append(dialect.reply(turn.command))
+        roles.append(Role.MISTAKE if turn.mistake else Role.OWN)
+        if turn.command != SUBMIT:
+            parts.append(dialect.observation(turn.output, parts[-1]))
+            roles.append(Role.READ)
+    return np.concatenate(parts), np.repeat(np.array(roles, np.int8), [len(part) for part in parts])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
+import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +44,23 @@ def evaluate_policy(
     Sampled from the whole vocabulary at temperature 1, weights and cache in BF16, whatever the recipe's pools serve.
     """
     return asyncio.run(_evaluate(model, recipe, tasks, token_file, logs, name, console, meter or Meter()))
+
+
+def evaluate_model(model: Path, recipe: Recipe, tasks: Sequence[Task], *, name: str, console: Console) -> EvalResult:
+    """The same for a model that belongs to no run. If it fails, the sampler's log stays, and the error says where."""
+    folder = Path(tempfile.mkdtemp(prefix="farflung-eval-"))
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_urlsafe(24))
+    try:
+        result = evaluate_policy(
+            model, recipe, tasks, token_file=token, logs=folder / "logs", name=name, console=console
+        )
+    except InfraError:
+        token.unlink()
+        raise
+    shutil.rmtree(folder)
+    return result
 
 
 async def _evaluate(

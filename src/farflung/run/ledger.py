@@ -256,8 +256,9 @@ class Ledger:
         """Updates made so far, which is also the newest version's number."""
         return int(self._db.execute("SELECT COALESCE(MAX(id), 0) FROM updates").fetchone()[0])
 
-    def updates(self) -> list[UpdateMetrics]:
-        rows = self._db.execute("SELECT metrics FROM updates ORDER BY id").fetchall()
+    def updates(self, after: int = 0) -> list[UpdateMetrics]:
+        """What was measured of every update later than ``after``, in order."""
+        rows = self._db.execute("SELECT metrics FROM updates WHERE id > ? ORDER BY id", (after,)).fetchall()
         return [UpdateMetrics.from_dict(json.loads(text)) for (text,) in rows]
 
     # What is only for people

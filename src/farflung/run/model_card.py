@@ -34,13 +34,14 @@ On {tasks} held-out tasks, sampled {samples} times each from the whole vocabular
    seeds give held-out tasks, training tasks and the tasks of the demonstrations. No module occurs in two of them, however
    its functions are called and documented.
 2. Every packaged task is proved: its tests fail before the reference fix and pass after it.
-3. A scripted solver that knows the fix solves {demonstrations:,} tasks in the real sandbox. It has bad habits: in {blind:.0%}
-   of its episodes it edits without having looked, and in {careless:.0%} of the others its first repair is wrong, so that it
-   sees the tests fail and repairs again. Only solved episodes are kept.
+3. A scripted solver that knows the fix solves {demonstrations:,} tasks in the real sandbox. It has a bad habit: in {blind:.0%}
+   of its episodes it edits without having looked, and submits. In {careless:.0%} of the others its first repair is wrong, so
+   that it sees the tests fail, looks again and repairs again. Only solved episodes are kept.
 4. A vocabulary is learnt from the episodes, and the model is trained on them for {steps:,} steps of {batch} episodes. What
-   the solver writes counts fully, what it reads a little (loss of its own tokens at the end: {loss:.3f}).
+   the solver writes counts fully, what it reads a little, its wrong repairs not at all (loss of its own tokens at the end:
+   {loss:.3f}).
 
-The policy copies good and bad habits alike; but where the solver edits blindly and is right, the policy has to guess.
+Where the solver edits blindly it is right, since it knows the fix; the policy that copies that habit has to guess.
 Reinforcement learning finds out which habits pay.
 
 ## What it can be used for

@@ -56,7 +56,8 @@ def child_environment() -> dict[str, str]:
 
 
 class Processes:
-    """Keeps programs alive until ``stop``. ``failed`` holds the error of one that dies again and again."""
+    """Keeps programs alive until ``stop``. ``failed`` holds the error of one that dies again and again: CRASHES times
+    within CRASH_WINDOW, or since the run last got on (``progressed``) if that is longer ago."""
 
     def __init__(self, logs: Path, event: Callable[[str, str], None]) -> None:
         self._logs = logs
@@ -64,7 +65,12 @@ class Processes:
         self._event = event
         self._children: dict[str, _Child] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._progress = time.monotonic()
         self.failed: InfraError | None = None
+
+    def progressed(self) -> None:
+        """The work as a whole gets on: what died before and came back is forgiven."""
+        self._progress = time.monotonic()
 
     async def start(self, program: Program) -> None:
         child = _Child(program)
@@ -129,13 +135,14 @@ class Processes:
             if code == 0:
                 return
             now = time.monotonic()
-            child.crashes = [at for at in child.crashes if now - at < CRASH_WINDOW] + [now]
+            since = min(now - CRASH_WINDOW, self._progress)
+            child.crashes = [at for at in child.crashes if at > since] + [now]
             self._event("process_died", f"{name} ended with {_describe(code)}")
             child.program.on_death()
             if len(child.crashes) >= CRASHES:
                 tail = self.log_tail(name)
                 self.failed = InfraError(
-                    f"{name} died {CRASHES} times within {CRASH_WINDOW:.0f} s; its last words:\n{tail}",
+                    f"{name} died {CRASHES} times within {now - child.crashes[0]:.0f} s; its last words:\n{tail}",
                     mend=f"see {self._logs / name}.log",
                 )
                 return

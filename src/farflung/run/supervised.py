@@ -1,4 +1,4 @@
-"""Supervised training of a small Llama on solved episodes, in float32: its own tokens, and a little of what it reads."""
+"""Supervised training of a small Llama on solved episodes, in float32: its own tokens but for mistakes, and a little of what it reads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from farflung.core.supports import Int32
+from farflung.run.demonstrations import Role
 
-Sample = tuple[Int32, npt.NDArray[np.bool_]]
+Sample = tuple[Int32, npt.NDArray[np.int8]]  # ids and the Role of each, both [T]
 READING = 0.3  # weight of the tokens that the policy reads: repeated words in files are most of what teaches it to copy
 POOL = 16  # batches that are drawn together and sorted by length, so that little padding is computed
 
@@ -75,8 +76,9 @@ def fit(
     )
     batches = _batches(samples, batch, random.Random(seed))
     # Batches are sorted by length: a mean over each one's own tokens would count those of short episodes more.
-    own_tokens = sum(int(action.sum()) for _, action in samples) / len(samples)
-    read_tokens = sum(len(ids) for ids, _ in samples) / len(samples) - own_tokens
+    own_tokens, read_tokens = (
+        sum(np.count_nonzero(roles == role) for _, roles in samples) / len(samples) for role in (Role.OWN, Role.READ)
+    )
     model.train()
     for step in range(1, steps + 1):
         for optimiser in optimisers:
@@ -100,20 +102,18 @@ def _schedule(step: int, steps: int) -> float:
 
 
 def _loss(model: Any, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy of the policy's own tokens, and that of the rest. Rows are padded on the right, where causal
-    attention never looks."""
+    """Summed cross-entropy of the policy's own tokens, and that of what it reads. Rows are padded on the right, where
+    causal attention never looks."""
     length = max(len(ids) for ids, _ in samples)
     ids = torch.zeros(len(samples), length, dtype=torch.long)
-    action = torch.zeros(len(samples), length, dtype=torch.bool)
-    real = torch.zeros(len(samples), length, dtype=torch.bool)
-    for row, (tokens, acts) in enumerate(samples):
+    roles = torch.full((len(samples), length), Role.MISTAKE, dtype=torch.int8)
+    for row, (tokens, each) in enumerate(samples):
         ids[row, : len(tokens)] = torch.from_numpy(tokens)
-        action[row, : len(acts)] = torch.from_numpy(acts)
-        real[row, : len(acts)] = True
+        roles[row, : len(tokens)] = torch.from_numpy(each)
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-    chosen = real[:, 1:]
-    losses = functional.cross_entropy(model.lm_head(hidden[:, :-1][chosen]), ids[:, 1:][chosen], reduction="none")
-    own = action[:, 1:][chosen]
+    learnt = roles[:, 1:] != Role.MISTAKE
+    losses = functional.cross_entropy(model.lm_head(hidden[:, :-1][learnt]), ids[:, 1:][learnt], reduction="none")
+    own = roles[:, 1:][learnt] == Role.OWN
     return losses[own].sum(), losses[~own].sum()
 
 

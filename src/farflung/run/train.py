@@ -8,6 +8,7 @@ import shlex
 import signal
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,8 @@ class _Run:
         self._meter = meter
         self._fleet: dict[str, Any] = {}
         self._sampled: dict[str, list[tuple[float, int]]] = {}
+        self._history: list[UpdateMetrics] = []
+        self._samples: Counter[str] = Counter()
         self._note = ""
         self._router = ""
         self._stop = asyncio.Event()
@@ -212,14 +215,17 @@ class _Run:
 
     def _snapshot(self) -> Snapshot:
         status = self._coordinator.status()
-        history = tuple(self._ledger.updates())
+        for metrics in self._ledger.updates(after=len(self._history)):
+            self._history.append(metrics)
+            self._processes.progressed()
+            self._samples.update({name: pool.samples for name, pool in metrics.pools.items()})
         return Snapshot(
             name=self._recipe.run.name,
             update=status["update"],
             updates=self._recipe.run.updates,
             episodes=status["episodes"],
-            history=history,
-            pools={pool.name: self._pool_view(pool.name, history) for pool in self._recipe.pools},
+            history=tuple(self._history),
+            pools={pool.name: self._pool_view(pool.name) for pool in self._recipe.pools},
             buffer=status["buffer"],
             dropped=status["dropped"],
             elapsed=time.monotonic() - self._began,
@@ -229,20 +235,16 @@ class _Run:
             formats={pool.name: f"{pool.weights}, kv {pool.kv}" for pool in self._recipe.pools},
         )
 
-    def _pool_view(self, name: str, history: tuple[UpdateMetrics, ...]) -> PoolView:
+    def _pool_view(self, name: str) -> PoolView:
         status: Mapping[str, Any] = self._fleet.get(name, {})
         series = self._sampled.get(name, [])
         rate = 0.0
         if len(series) > 1 and series[-1][0] > series[0][0]:
             rate = max(0.0, (series[-1][1] - series[0][1]) / (series[-1][0] - series[0][0]))
-        samples = {
-            pool.name: sum(m.pools[pool.name].samples for m in history if pool.name in m.pools)
-            for pool in self._recipe.pools
-        }
         replicas = status.get("replicas", [])
         return PoolView(
             capacity_share=capacity_shares(self._recipe)[name],
-            sample_share=samples[name] / max(1, sum(samples.values())),
+            sample_share=self._samples[name] / max(1, self._samples.total()),
             tokens_per_s=rate,
             replicas=len(replicas),
             version=min((int(r.get("version", 0)) for r in replicas), default=0),

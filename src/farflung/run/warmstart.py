@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,9 +41,9 @@ class Plan:
     seed: int = 0
     train_tasks: int = 800
     heldout_tasks: int = 128
-    demonstrations: int = 24_000
+    demonstrations: int = 32_000
     steps: int = 3000
-    batch: int = 32
+    batch: int = 48
     lr: float = 2e-3
     habits: Habits = field(default_factory=Habits)
 
@@ -125,15 +123,9 @@ def train(episodes: list[Demonstration], plan: Plan, policy: Path, tick: Callabl
 
 def measure(policy: Path, heldout: list[Task], recipe: Recipe, console: Console) -> EvalResult:
     """pass@1 on held-out tasks as a run measures it: temperature 1, whole vocabulary, BF16."""
-    from farflung.run.evaluate import evaluate_policy
+    from farflung.run.evaluate import evaluate_model
 
-    with tempfile.TemporaryDirectory(prefix="farflung-warmstart-") as folder:
-        token = Path(folder) / "token"
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_urlsafe(24))
-        return evaluate_policy(
-            policy, recipe, heldout, token_file=token, logs=Path(folder) / "logs", name="policy", console=console
-        )
+    return evaluate_model(policy, recipe, heldout, name="policy", console=console)
 
 
 async def _record(
@@ -153,7 +145,7 @@ def _texts(episodes: list[Demonstration]) -> Iterator[str]:
         yield episode.statement
         yield from COMMON
         for turn in episode.turns:
-            yield from turn
+            yield from (turn.command, turn.output)
 
 
 def _save_episodes(path: Path, episodes: list[Demonstration]) -> None:

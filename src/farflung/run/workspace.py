@@ -16,6 +16,7 @@ from pathlib import Path
 from farflung.config import Recipe, dump_recipe, recipe_of
 from farflung.core.errors import BadInput, Corrupt
 from farflung.fleet import wire
+from farflung.tasks.files import BUILTIN
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
@@ -57,6 +58,7 @@ class Workspace:
                 mend=f"go on with it: farflung train --resume {shlex.quote(str(path))}, or pass another --dir",
             )
         model = resolve_model(recipe.model.path)
+        recipe = _anchored(recipe)
         facts = {"recipe": dump_recipe(recipe), "model": str(model), "run_id": secrets.token_hex(8)}
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -89,6 +91,21 @@ class Workspace:
             except BlockingIOError:
                 raise BadInput("this run is going on in another process", where=str(self.path)) from None
             yield
+
+
+def _anchored(recipe: Recipe) -> Recipe:
+    """The recipe with file names that hold wherever the run is gone on with from."""
+
+    def anchored(name: str) -> str:
+        return name if name.startswith(BUILTIN) else str(Path(name).expanduser().absolute())
+
+    tasks = recipe.tasks.model_copy(
+        update={"train": anchored(recipe.tasks.train), "heldout": anchored(recipe.tasks.heldout)}
+    )
+    pools = tuple(
+        pool.model_copy(update={"replay": anchored(pool.replay)}) if pool.replay else pool for pool in recipe.pools
+    )
+    return recipe.model_copy(update={"tasks": tasks, "pools": pools})
 
 
 def _write_whole(path: Path, text: str, mode: int) -> None:
