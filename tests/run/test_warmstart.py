@@ -20,6 +20,7 @@ from farflung.agents.harness import begin
 from farflung.agents.solver import SUBMIT, Habits
 from farflung.config import AgentConfig, SandboxConfig
 from farflung.core.errors import BadInput
+from farflung.run import supervised
 from farflung.run.demonstrations import Demonstration, Role, Shown, encode, record
 from farflung.run.supervised import Shape, fit, new_model
 from farflung.run.warmstart import Plan, make_tasks, warmstart
@@ -145,3 +146,15 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
 def test_a_plan_makes_at_least_one_of_everything(name: str) -> None:
     with pytest.raises(BadInput, match=name):
         Plan(**{name: 0})
+
+
+def test_a_mistake_is_read_past_and_not_learnt() -> None:
+    """Its own tokens add nothing to the loss, and what follows is predicted with it in view."""
+    model = new_model(Shape(vocabulary=16, width=32, hidden=32, layers=1), 0, end_id=1, pad_id=0)
+    ids = np.array([5, 6, 7, 8, 9, 10], np.int32)
+    roles = np.array([Role.READ, Role.OWN, Role.MISTAKE, Role.MISTAKE, Role.READ, Role.OWN], np.int8)
+    log_p = model(torch.from_numpy(ids).long()[None]).logits[0].log_softmax(-1)
+    nll = -log_p[torch.arange(5), torch.from_numpy(ids[1:]).long()]
+    own, read = supervised._loss(model, [(ids, roles), (ids[:2], roles[:2])])
+    torch.testing.assert_close(own, nll[0] * 2 + nll[4])
+    torch.testing.assert_close(read, nll[3])
