@@ -136,10 +136,10 @@ class Dialect:
         """How to work, for a system message. Empty for the command form: its models are trained for nothing else."""
         if self.tool_format == "command":
             return ""
-        form = "" if self._tools else f" Write the call like this:\n{calls.write('COMMAND', self.tool_format)}\n"
+        form = " " if self._tools else f" Write the call like this:\n{calls.write('COMMAND', self.tool_format)}\n"
         return (
             "You repair a Python repository. The working directory is its root. Every reply makes exactly one call of "
-            f"bash and then waits for the output.{form} Look at the code first, then edit it with commands "
+            f"bash and then waits for the output.{form}Look at the code first, then edit it with commands "
             "such as sed. The tests of the repository show what is expected; changes to them do not count. "
             "When the fault is mended, call the single command: submit"
         )
