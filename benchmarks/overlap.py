@@ -4,8 +4,9 @@
 
 First with samplers on this machine. The synchronous loop gives the time of sampling alone and of training alone; the
 asynchronous one is limited by the larger of the two and by the cores: the CPU-seconds of both over the number of cores.
-Then with samplers that behave as remote ones do (they answer at a set rate and leave this CPU free) and a larger policy,
-at a rate at which sampling and training take equally long. Times are medians over updates after the first two. The last
+Then with samplers that behave as remote ones do (they answer at a set rate and leave this CPU free) and a policy so large
+that training it takes longer than the agents' commands do (sandboxes and tests run on this machine still), at a rate at
+which sampling and training take equally long. Times are medians over updates after the first two. The last
 line is JSON with the ratios.
 """
 
@@ -66,7 +67,7 @@ def variant(base: Recipe, **sections: dict[str, Any]) -> Recipe:
 
 
 def larger_policy(folder: Path) -> Path:
-    """A random Llama of about 9M parameters with the packaged policy's tokenizer: training it takes a while."""
+    """A random Llama of about 100M parameters with the packaged policy's tokenizer: training it keeps a core busy."""
     import shutil
 
     import torch
@@ -77,8 +78,8 @@ def larger_policy(folder: Path) -> Path:
     torch.manual_seed(0)
     LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=vocabulary, hidden_size=320, intermediate_size=896, num_hidden_layers=7, num_attention_heads=5,
-            num_key_value_heads=5, max_position_embeddings=2048, tie_word_embeddings=True,
+            vocab_size=vocabulary, hidden_size=896, intermediate_size=2432, num_hidden_layers=11, num_attention_heads=14,
+            num_key_value_heads=14, max_position_embeddings=2048, tie_word_embeddings=True,
         )
     ).save_pretrained(folder)  # fmt: skip
     for file in packaged.iterdir():
@@ -116,7 +117,7 @@ def main() -> None:
 
 def remote(base: Recipe, root: Path) -> dict[str, float]:
     """The same with samplers elsewhere: find the rate at which sampling takes as long as training, then compare."""
-    policy = larger_policy(root / "policy-9m")
+    policy = larger_policy(root / "policy-100m")
     replay = str(root / "async" / "episodes")
 
     def paced(rate: float, sync: bool, updates: int) -> Recipe:
@@ -126,7 +127,7 @@ def remote(base: Recipe, root: Path) -> dict[str, float]:
         recipe = variant(base, run={"sync": sync, "updates": updates}, model={"path": str(policy)})
         return Recipe.model_validate({**recipe.model_dump(), "pools": pools})
 
-    rate = 20.0
+    rate = 15.0
     for attempt in range(3):
         probe = measure(paced(rate, True, SETTLE + 2), root / f"probe-{attempt}")
         print(f"  at {rate:.1f} tokens/s a session: sampling {probe.wait:.2f}, training {probe.work:.2f}", flush=True)
