@@ -1,6 +1,6 @@
 """Do sampling and training overlap? Time per update of the asynchronous loop against its parts, in one run.
 
-    python benchmarks/overlap.py [--updates 10] [--groups 8] [--skip-remote]
+    python benchmarks/overlap.py [--updates 6] [--groups 4] [--skip-remote]
 
 First with samplers on this machine. The synchronous loop gives the time of sampling alone and of training alone; the
 asynchronous one is limited by the larger of the two and by the cores: the CPU-seconds of both over the number of cores.
@@ -90,8 +90,8 @@ def larger_policy(folder: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=10)
-    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--updates", type=int, default=6)
+    parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--skip-remote", action="store_true")
     args = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
