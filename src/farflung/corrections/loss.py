@@ -87,7 +87,7 @@ def centred_loss(
     slots [rows]: the entry of each row's sampled token (``Supports.find``); advantages [rows]; logits before temperature;
     denominator: one number, or one for each row.
     """
-    check_scale(temperature, denominator)
+    _check_numbers(temperature, denominator)
     log_p = supports.log_softmax(logits.detach() / temperature)
     found = coefficients(log_p, log_p[slots], supports, supports.logprobs[slots], advantages, weight)
     if not centering:
@@ -119,7 +119,7 @@ def candidate_loss(
     guards need sequences [N] int64 and, for ``max_staleness``, staleness [N]. At about ``probes`` evenly spaced tokens the
     whole vocabulary is looked at too (TokenDiagnostics.vocabulary_entropy, head_p). Raises BadInput.
     """
-    check_scale(temperature, denominator)
+    _check_numbers(temperature, denominator)
     _check_rows(hidden, sampled, advantages, supports, "top_p")
     sampled = sampled.to(torch.int64)
     supports.check(sampled, len(head))
@@ -168,7 +168,7 @@ def vocabulary_loss(
     and nothing is centred: the update is A w_a s_a. Everything else is as in ``candidate_loss``. Logits exist for a chunk
     of rows at a time and are computed again in the backward pass.
     """
-    check_scale(temperature, denominator)
+    _check_numbers(temperature, denominator)
     _check_rows(hidden, sampled, advantages, supports, "top_k")
     check_sampled(sampled, logprobs, len(head))
     sampled = sampled.to(torch.int64)
@@ -198,15 +198,14 @@ def vocabulary_loss(
     return -(scale * found.objective(log_p, log_p_sampled, chosen)).sum(), diagnostics
 
 
-def check_scale(temperature: float, denominator: float | Tensor) -> None:
-    """Raises BadInput unless both are above 0: a batch needs action tokens, and T = 0 has no log-probabilities."""
+def _check_numbers(temperature: float, denominator: float | Tensor) -> None:
+    """Raises BadInput unless both are above 0: T = 0 has no log-probabilities, and a batch needs action tokens."""
     if not temperature > 0:
         raise BadInput(f"temperature is {temperature}; it must be above 0", where="loss")
-    smallest = (
-        denominator if isinstance(denominator, float | int) else float(denominator.min()) if len(denominator) else 0
-    )
-    if not smallest > 0:
-        raise BadInput(f"the denominator is {smallest:g}; a batch needs action tokens", where="loss")
+    if isinstance(denominator, Tensor):
+        denominator = float(denominator.min()) if denominator.numel() else 0.0
+    if not denominator > 0:
+        raise BadInput(f"the denominator is {denominator:g}; a batch needs action tokens", where="loss")
 
 
 def _vocabulary_log_p(

@@ -25,9 +25,8 @@ class Measurement:
         self._pools: list[npt.NDArray[Any]] = []
 
     def add(self, targets: Targets, found: TokenDiagnostics) -> None:
-        measured = found.select(found.measured)
         pools = np.concatenate([_token_pools(self._batch.items[i].episode) for i in targets.items])
-        self._found.append(measured)
+        self._found.append(found.select(found.measured))
         self._pools.append(pools[found.measured.cpu().numpy()])
 
     def stats(self) -> tuple[TokenStats, dict[str, TokenStats]]:
