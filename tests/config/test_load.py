@@ -46,10 +46,22 @@ def test_a_dumped_recipe_is_complete_and_reads_back(tmp_path: Path) -> None:
         ("[train]\nlr = -1\n", "recipe.toml:2", ("train.lr should be greater than 0, not -1",)),
         ('train.lr = "fast"\n', "recipe.toml:1", ('train.lr should be a valid number, not "fast"',)),
         ('[run]\nupdates = "3"\n', "recipe.toml:2", ('run.updates should be a valid integer, not "3"',)),
-        ('[train]\nweight = "tis"\n', "recipe.toml:2", ("train.weight should be 'none' or 'mis', not \"tis\"",)),
+        (
+            '[train]\nweight = "grpo"\n',
+            "recipe.toml:2",
+            ("train.weight should be 'none', 'is', 'tis', 'mis',", 'not "grpo"'),
+        ),
         ("train = 3\n", "recipe.toml:1", ("train should be a table, not 3",)),
         ("[train\n", "recipe.toml", ("not TOML", "line 1")),
         ("[train]\nband = [5.0, 1.0]\n", "recipe.toml", ("train.band is [5.0, 1.0]; it needs 0 < low < high",)),
+        (
+            "[train]\nclip_range = [1.0, 1.0]\n",
+            "recipe.toml",
+            ("train.clip_range is [1.0, 1.0]; it needs 0 <= low < high",),
+        ),
+        ("[train]\ngeometric_mask = [2.0, 1.0]\n", "recipe.toml", ("train.geometric_mask is [2.0, 1.0]; it needs",)),
+        ('[train]\nweight = "none"\ngspo = [1.5, 0.1]\n', "recipe.toml", ("train.gspo is [1.5, 0.1]; it needs",)),
+        ("[train]\ngspo = [3e-4, 4e-4]\n", "recipe.toml", ('train.weight must be "none", not "mis"',)),
         (TWO_POOLS.replace('"b"', '"a"'), "recipe.toml", ("different names",)),
         ("[train]\nbetas = [0.9, 1.0]\n", "recipe.toml", ("train.betas are [0.9, 1.0]", "below 1")),
         ("[run]\nbuffer_batches = 0.5\n", "recipe.toml:2", ("should be greater than or equal to 1, not 0.5",)),
@@ -80,6 +92,19 @@ def test_a_wrong_recipe_names_key_place_and_expectation(
 )
 def test_a_wrong_override_names_its_flag(tmp_path: Path, key: str, value: str, expected: str) -> None:
     assert refusal(tmp_path, TWO_POOLS, (key, value)).startswith(expected)
+
+
+def test_the_update_is_centred_mis_over_tokens_unless_said_otherwise(tmp_path: Path) -> None:
+    train = load(tmp_path, "").train
+    assert (train.weight, train.band, train.centering, train.std) == ("mis", (0.5, 5.0), True, False)
+    assert (train.baseline, train.aggregation) == ("group", "token")
+    assert {train.gspo, train.geometric_mask, train.opsm, train.staleness_mask} == {None}
+
+
+def test_guards_are_set_and_unset(tmp_path: Path) -> None:
+    text = '[train]\nweight = "none"\ngspo = [3e-4, 4e-4]\n'
+    assert load(tmp_path, text).train.gspo == (3e-4, 4e-4)
+    assert load(tmp_path, text, ("train.gspo", "none"), ("train.opsm", "0.1")).train.opsm == 0.1
 
 
 def test_overrides_are_read_as_toml_and_by_what_the_key_wants(tmp_path: Path) -> None:

@@ -101,6 +101,11 @@ def test_metrics_by_hand(model_folder: Folder, rng: np.random.Generator) -> None
     assert metrics.all.kl == pytest.approx(0, abs=1e-6)
     assert metrics.all.masked == 0
     assert metrics.all.entropy > 0.1
+    assert metrics.all.vocabulary_entropy > metrics.all.entropy
+    assert 0 < metrics.all.head_p < 1
+    assert (metrics.all.candidates_p50, metrics.all.candidates_max, metrics.all.singletons) == (5, 5, 0)
+    assert metrics.all.ratio == pytest.approx(1, abs=1e-4)
+    assert metrics.all.ess == pytest.approx(1, abs=1e-4)
     assert set(metrics.pools) == {"bf16", "nvfp4"}
     assert sum(p.samples for p in metrics.pools.values()) == 7
     assert sum(p.tokens for p in metrics.pools.values()) == tokens
@@ -125,6 +130,10 @@ def test_metrics_by_hand(model_folder: Folder, rng: np.random.Generator) -> None
     assert found.all.kl == pytest.approx(np.mean(kl["bf16"] + kl["nvfp4"]), rel=1e-4)
     assert found.all.out_of_band > 0
     assert found.all.masked > 0
+    assert found.all.drift > 0
+    assert found.all.out_of_tight_band >= found.all.out_of_band
+    assert found.all.k2 > 0.01
+    assert found.all.ess < 0.99
 
 
 def test_groups_without_variance_cost_nothing(
@@ -152,6 +161,56 @@ def test_skipped_groups_stay_in_the_denominator(model_folder: Folder, rng: np.ra
     alone = Trainer(folder, SGD_LIKE).step([group])
     beside = Trainer(folder, SGD_LIKE).step([group, flat])
     assert beside.grad_norm == pytest.approx(alone.grad_norm / 2, rel=1e-4)
+
+
+def test_aggregation_divides_by_what_was_sampled(model_folder: Folder, rng: np.random.Generator) -> None:
+    """Fixed length: the token mean times tokens / (trajectories x length). By sequence: as with lengths of their own."""
+    folder = model_folder("llama")
+    group = random_group(load(folder), rng, noise=0.3)
+    flat = [dataclasses.replace(e, group=1, reward=1.0) for e in group]
+    tokens = sum(len(e.trajectory.logprobs) for e in group + flat)
+
+    def norm(groups: list[list[Episode]], **train: object) -> float:
+        return Trainer(folder, TrainConfig(clip=1e9, **train)).step(groups).grad_norm  # type: ignore[arg-type]
+
+    mean = norm([group, flat])
+    assert norm([group, flat], aggregation="fixed", fixed_length=10) == pytest.approx(mean * tokens / 80, rel=1e-4)
+    by_sequence = norm([group], aggregation="sequence")
+    assert norm([group, flat], aggregation="sequence") == pytest.approx(by_sequence / 2, rel=1e-4)
+    assert by_sequence != pytest.approx(norm([group]), rel=1e-3)
+    assert norm([group, flat], baseline="others") == pytest.approx(mean * 4 / 3, rel=1e-4)
+
+
+def test_guards_take_whole_trajectories_out(model_folder: Folder, rng: np.random.Generator) -> None:
+    """Half the group is of version 0, half of version 3: what is too old teaches nothing and stays in the denominator."""
+    folder = model_folder("llama")
+    model = load(folder)
+    old, new = random_group(model, rng, noise=0.3), random_group(model, rng, noise=0.3, version=3)
+    mixed = [*old[:2], *new[2:]]
+
+    def step(group: list[Episode], **train: object) -> UpdateMetrics:
+        trainer = Trainer(folder, TrainConfig(clip=1e9, pack_tokens=30, **train))  # type: ignore[arg-type]
+        trainer.version = 3
+        return trainer.step([group])
+
+    free, guarded, none = (step(mixed, staleness_mask=bound) for bound in (3, 2, None))
+    assert free.grad_norm == none.grad_norm
+    assert free.all.dropped == 0
+    assert 0 < guarded.grad_norm < free.grad_norm
+    share = sum(len(e.trajectory.logprobs) for e in old[:2]) / sum(len(e.trajectory.logprobs) for e in mixed)
+    assert guarded.all.dropped == pytest.approx(share)
+    assert step(old, staleness_mask=2).grad_norm == 0
+    assert step(mixed, geometric_mask=(0.999, 1.001)).all.dropped == 1
+    assert step(mixed, weight="none", gspo=(1.0, 100.0)).all.dropped == 0
+
+
+@pytest.mark.parametrize("weight", ["none", "is", "tis", "mis", "icepop", "mask", "cispo", "ppo", "dppo"])
+def test_every_weight_trains(weight: str, model_folder: Folder, rng: np.random.Generator) -> None:
+    folder = model_folder("llama")
+    group = random_group(load(folder), rng, noise=1.0)
+    metrics = Trainer(folder, TrainConfig(weight=weight, delta=0.05)).step([group])  # type: ignore[arg-type]
+    assert metrics.grad_norm > 0
+    assert (metrics.all.masked > 0) == (weight in ("mis", "icepop", "mask", "ppo", "dppo"))
 
 
 def test_order_and_warm_up(model_folder: Folder, rng: np.random.Generator) -> None:

@@ -144,12 +144,36 @@ class TrainConfig(Section):
     """Gradient norm is clipped to this."""
     std: bool = False
     """Divide the group's centred rewards by their standard deviation."""
-    weight: Literal["none", "mis"] = "mis"
-    """Importance weight f(p/q): none is 1; mis is p/q inside the band and 0 outside."""
+    baseline: Literal["group", "others"] = "group"
+    """What is subtracted from a reward: the mean of its whole group, or of the other members (leave-one-out)."""
+    aggregation: Literal["token", "sequence", "fixed"] = "token"
+    """The loss is a mean over tokens, over trajectories of the mean over their tokens, or over trajectories of the sum over
+    fixed_length (Dr. GRPO). What is masked or has no advantage counts in each."""
+    fixed_length: Positive = 1024
+    """Tokens per trajectory that aggregation fixed divides by."""
+    weight: Literal["none", "is", "tis", "mis", "icepop", "mask", "cispo", "ppo", "dppo"] = "mis"
+    """Importance weight f(p/q). none: 1; is: p/q; tis: p/q, at most cap; mis and icepop: p/q inside the band, 0 outside;
+    mask: 1 inside the band, 0 outside; cispo: p/q clipped to clip_range; ppo: p/q, 0 where PPO clips; dppo: p/q, 0 where p
+    has moved from q by more than delta in the advantage's direction."""
     band: tuple[float, float] = (0.5, 5.0)
-    """Ratios kept by mis, ends included."""
+    """Ratios kept by mis, icepop and mask, ends included."""
+    cap: Annotated[float, Field(gt=0)] = 2.0
+    """Greatest weight that tis gives."""
+    clip_range: tuple[float, float] = (0.8, 1.28)
+    """Ratios between which ppo and cispo do not clip."""
+    delta: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Difference of probabilities that dppo allows."""
     centering: bool = True
     """Subtract the expected weighted score under the sampler at every position (score centering)."""
+    gspo: tuple[float, float] | None = None
+    """Weight of a trajectory, for all its tokens: its mean ratio exp(mean log p/q), 0 where clipped below 1 - the first or above
+    1 + the second, e.g. [3e-4, 4e-4]. It takes the place of the token weights: needs weight none."""
+    geometric_mask: tuple[float, float] | None = None
+    """Trajectories whose mean ratio exp(mean log p/q) is outside teach nothing, e.g. [0.99, 1.01]."""
+    opsm: Annotated[float, Field(gt=0)] | None = None
+    """Trajectories with negative advantage and a mean log q/p above this teach nothing (off-policy sequence masking)."""
+    staleness_mask: Annotated[int, Field(ge=0)] | None = None
+    """Trajectories with a token more than this many versions old teach nothing; run.max_staleness drops whole groups before."""
     pack_tokens: Positive = 4096
     """Tokens of one packed forward pass (a longer sequence gets a pass of its own)."""
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -184,11 +208,26 @@ class Recipe(Section):
         names = [pool.name for pool in self.pools]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"pools need at least one entry and different names, not {names}")
-        low, high = self.train.band
-        if not 0 < low < high:
-            raise ValueError(f"train.band is [{low}, {high}]; it needs 0 < low < high")
+        _check_ranges(self.train)
         if not all(0 <= beta < 1 for beta in self.train.betas):
             raise ValueError(f"train.betas are {list(self.train.betas)}; each needs to be at least 0 and below 1")
         if self.agent.max_turn_tokens > self.agent.max_tokens:
             raise ValueError("agent.max_turn_tokens is above agent.max_tokens")
         return self
+
+
+def _check_ranges(train: TrainConfig) -> None:
+    """Raises ValueError for pairs of numbers that are no range, and for two corrections where one would do."""
+    low, high = train.band
+    if not 0 < low < high:
+        raise ValueError(f"train.band is [{low}, {high}]; it needs 0 < low < high")
+    for name, pair in (("clip_range", train.clip_range), ("geometric_mask", train.geometric_mask)):
+        if pair is not None and not 0 <= pair[0] < pair[1]:
+            raise ValueError(f"train.{name} is {list(pair)}; it needs 0 <= low < high")
+    if train.gspo is not None:
+        if not (0 <= train.gspo[0] <= 1 and train.gspo[1] >= 0):
+            raise ValueError(
+                f"train.gspo is {list(train.gspo)}; it needs the first in [0, 1] and the second at least 0"
+            )
+        if train.weight != "none":
+            raise ValueError(f'train.gspo weighs whole trajectories; train.weight must be "none", not "{train.weight}"')

@@ -11,21 +11,44 @@ from typing import Any
 class TokenStats:
     """Means over the action tokens of a batch (or of one pool's part of it). p is the trainer, q the sampler.
 
-    kl: exact KL(q || p) over each recorded support. k3: its one-sample estimate at the sampled token,
-    expm1(log p - log q) - (log p - log q). out_of_band: share of tokens with p/q outside [0.2, 5]. masked: share whose
-    weight was zero. entropy: of p over the support, in nats. These five are means over the measured tokens, ``tokens`` of
-    them: those of groups that were trained. staleness: trainer version minus the token's version, over every action token
-    taken. samples: trajectories (a pool's: those of which it sampled most tokens); reward: mean over them.
+    samples: trajectories (a pool's: those of which it sampled most tokens); reward: mean over them. staleness: trainer
+    version minus the token's version, over every action token taken. All others are over the measured tokens, ``tokens``
+    of them: those of groups that were trained.
+
+    kl: exact KL(q || p) over each recorded support (k3 without one). At the sampled token, with l = log p - log q:
+    k1 = -l, k2 = l^2 / 2, k3 = expm1(l) - l, its one-sample estimates; ratio: p/q, about 1 if sampler and trainer share
+    their supports; ess: effective sample size of the ratios, as a share of the tokens; out_of_band and out_of_tight_band:
+    shares of tokens with p/q outside [0.2, 5] and [0.5, 5]. masked: share whose weight was zero; dropped: share in
+    trajectories that a sequence guard gave no weight. drift: ||m - M p||_1 of the expected weighted score, which centering
+    takes away (or would). rho: mass of q beyond the recorded candidates over p's, 1 if they agree; head_q, head_p: mass of
+    q and p on the candidates. candidates_*: quantiles of their number; singletons: share with one. entropy: of p over the
+    support (over the vocabulary where none was recorded), in nats; vocabulary_entropy: over the vocabulary. head_p and
+    vocabulary_entropy are over a sample of the tokens, None where none of them was in it.
     """
 
     samples: int = 0
     tokens: int = 0
     reward: float = 0.0
     kl: float = 0.0
+    k1: float = 0.0
+    k2: float = 0.0
     k3: float = 0.0
+    ratio: float = 1.0
+    ess: float = 1.0
     out_of_band: float = 0.0
+    out_of_tight_band: float = 0.0
     masked: float = 0.0
+    dropped: float = 0.0
+    drift: float = 0.0
+    rho: float = 1.0
+    head_q: float = 1.0
+    head_p: float | None = None
+    candidates_p50: float = 0.0
+    candidates_p99: float = 0.0
+    candidates_max: int = 0
+    singletons: float = 0.0
     entropy: float = 0.0
+    vocabulary_entropy: float | None = None
     staleness: float = 0.0
     staleness_max: int = 0
 

@@ -1,4 +1,4 @@
-"""The policy update for off-policy tokens, on torch alone: supports, weights, centering, losses, diagnostics.
+"""The policy update for off-policy tokens, on torch alone: supports, weights, centering, guards, losses, diagnostics.
 
 One position has a sampler distribution q, a trainer distribution p, a sampled token a and an advantage A. The update is
 
@@ -8,23 +8,47 @@ whose second term is the expectation of the first under q, so a constant advanta
 """
 
 from farflung.corrections.advantages import group_advantages
-from farflung.corrections.diagnostics import BAND, TokenDiagnostics
+from farflung.corrections.aggregation import denominators
+from farflung.corrections.centering import Coefficients, coefficients, logit_gradient
+from farflung.corrections.diagnostics import BAND, TIGHT_BAND, TokenDiagnostics
+from farflung.corrections.guards import Guards
 from farflung.corrections.head import candidate_logits
 from farflung.corrections.loss import candidate_loss, centred_loss, vocabulary_loss
-from farflung.corrections.supports import Supports
-from farflung.corrections.weights import Masked, Plain, Weight, make_weight
+from farflung.corrections.supports import Supports, check_echo, check_sampled
+from farflung.corrections.weights import (
+    WEIGHTS,
+    Clipped,
+    DifferenceMask,
+    Masked,
+    Plain,
+    PpoClip,
+    Weight,
+    make_weight,
+)
 
 __all__ = [
     "BAND",
+    "TIGHT_BAND",
+    "WEIGHTS",
+    "Clipped",
+    "Coefficients",
+    "DifferenceMask",
+    "Guards",
     "Masked",
     "Plain",
+    "PpoClip",
     "Supports",
     "TokenDiagnostics",
     "Weight",
     "candidate_logits",
     "candidate_loss",
     "centred_loss",
+    "check_echo",
+    "check_sampled",
+    "coefficients",
+    "denominators",
     "group_advantages",
+    "logit_gradient",
     "make_weight",
     "vocabulary_loss",
 ]

@@ -1,8 +1,8 @@
-"""The losses: over recorded candidates (exact, centred), and over the whole vocabulary (not centred).
+"""The losses: over all that could be drawn ("top_p", exact), and over the vocabulary with a recorded head ("top_k") or none.
 
-Both are sums over tokens divided by ``denominator``, which the caller sets to the number of action tokens of the whole
-batch, whatever was masked, certain or without advantage. So the step does not grow when tokens are masked, and the
-expectation over the sampler stays what the formulas say.
+Both are sums over tokens of -A (w_a log p_a - sum_b c_b log p_b) / denominator with the coefficients of
+``farflung.corrections.centering``. The denominator comes from ``denominators``: it counts tokens as they were sampled,
+whatever was masked, certain or without advantage. The value is no curve to look at; its parts are in TokenDiagnostics.
 """
 
 from __future__ import annotations
@@ -11,60 +11,64 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import log_softmax
+from torch.nn.functional import linear, log_softmax
 from torch.utils.checkpoint import checkpoint
 
 from farflung.core.errors import BadInput
-from farflung.corrections.diagnostics import TokenDiagnostics, sampled_diagnostics
+from farflung.corrections.centering import Coefficients, coefficients, logit_gradient
+from farflung.corrections.diagnostics import TokenDiagnostics, probe
+from farflung.corrections.guards import Guards
 from farflung.corrections.head import candidate_logits
-from farflung.corrections.supports import Supports
+from farflung.corrections.supports import Supports, check_sampled
 from farflung.corrections.weights import Weight
 
 VOCABULARY_CHUNK = 1 << 24
 """Logits in memory at once on the whole-vocabulary path."""
 
 
-class _CentredLoss(torch.autograd.Function):
-    """Candidate logits [n] -> (loss [], log p [n], weights [n]); only the loss has a gradient.
-
-    Surrogate of one row: -A (w_a log p_a - sum_b m_b log p_b) with m = q w; its gradient in the tempered logits is
-    -A (w_a 1[j = a] - m_j - (w_a - M) p_j) with M = sum_b m_b, so the backward pass needs no second softmax.
-    """
+class _SupportLoss(torch.autograd.Function):
+    """Candidate logits [n] -> loss [], with the closed form of the gradient: no second softmax, no graph."""
 
     @staticmethod
     def forward(
         ctx: Any,
         logits: Tensor,
+        log_p: Tensor,
         supports: Supports,
         slots: Tensor,
-        advantages: Tensor,
-        weight: Weight,
-        centering: bool,
+        found: Coefficients,
+        scale: Tensor,
         temperature: float,
-        denominator: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = supports.rows
-        log_p = _row_log_softmax(logits / temperature, rows, len(supports))
-        weights, mass = weight(log_p, supports.logprobs.to(log_p.dtype))
-        if not centering:
-            mass = torch.zeros_like(mass)
-        advantages = advantages.to(log_p.dtype)
-        weight_a = weights[slots]
-        expected = _row_sum(mass * log_p, rows, len(supports))
-        loss = -(advantages * (weight_a * log_p[slots] - expected)).sum() / denominator
-        ctx.save_for_backward(log_p, rows, slots, advantages, weight_a, mass)
-        ctx.scale = 1 / (temperature * denominator)
-        ctx.mark_non_differentiable(log_p, weights)
-        return loss, log_p, weights
+    ) -> Tensor:
+        ctx.save_for_backward(log_p, supports.rows, slots, found.sampled, found.candidates, found.total, scale)
+        ctx.temperature = temperature
+        return -(scale * found.objective(log_p, log_p[slots], supports)).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        log_p, rows, slots, advantages, weight_a, mass = ctx.saved_tensors
-        total = _row_sum(mass, rows, len(slots))
-        grad = (weight_a - total)[rows] * log_p.exp() + mass
-        grad[slots] -= weight_a
-        grad *= (advantages * (grads[0] * ctx.scale))[rows]
-        return grad, None, None, None, None, None, None, None
+        log_p, rows, slots, sampled, candidates, total, scale = ctx.saved_tensors
+        grad = (sampled - total)[rows] * log_p.exp() + candidates
+        grad[slots] -= sampled
+        grad *= (scale * (grads[0] / ctx.temperature))[rows]
+        return grad, None, None, None, None, None, None
+
+
+class _SelectedLogProbs(torch.autograd.Function):
+    """Logits [rows, V] -> log p of the sampled tokens [rows], of the candidates [n], and (no gradient) entropy [rows]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, sampled: Tensor, supports: Supports) -> tuple[Tensor, Tensor, Tensor]:
+        log_p = log_softmax(logits, -1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        ctx.save_for_backward(log_p, sampled)
+        ctx.supports = supports
+        ctx.mark_non_differentiable(entropy)
+        return log_p.gather(1, sampled[:, None]).squeeze(1), log_p[supports.rows, supports.ids], entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        log_p, sampled = ctx.saved_tensors
+        return logit_gradient(log_p, sampled, ctx.supports, grads[0], grads[1]), None, None
 
 
 def centred_loss(
@@ -76,17 +80,19 @@ def centred_loss(
     weight: Weight,
     centering: bool = True,
     temperature: float = 1.0,
-    denominator: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss [] of candidate logits [n], with log p [n] over each support and weights f(p/q) [n], both detached.
+    denominator: float | Tensor,
+) -> tuple[Tensor, Tensor, Coefficients]:
+    """Loss [] of candidate logits [n] ("top_p"), with log p [n] over each support and the coefficients, both detached.
 
-    slots [rows]: the entry of each row's sampled token (``Supports.find``); advantages [rows]; logits before temperature.
+    slots [rows]: the entry of each row's sampled token (``Supports.find``); advantages [rows]; logits before temperature;
+    denominator: one number, or one for each row.
     """
-    _check(temperature, denominator)
-    result: tuple[Tensor, Tensor, Tensor] = _CentredLoss.apply(  # type: ignore[no-untyped-call]
-        logits, supports, slots, advantages, weight, centering, temperature, denominator
-    )
-    return result
+    _check_numbers(temperature, denominator)
+    log_p = supports.log_softmax(logits.detach() / temperature)
+    found = coefficients(log_p, log_p[slots], supports, supports.logprobs[slots], advantages, weight)
+    if not centering:
+        found = found.uncentred()
+    return _support_loss(logits, log_p, supports, slots, found, advantages / denominator, temperature), log_p, found
 
 
 def candidate_loss(
@@ -100,31 +106,43 @@ def candidate_loss(
     weight: Weight,
     centering: bool = True,
     temperature: float = 1.0,
-    denominator: float,
+    denominator: float | Tensor,
+    guards: Guards | None = None,
+    sequences: Tensor | None = None,
+    staleness: Tensor | None = None,
+    probes: int = 0,
 ) -> tuple[Tensor, TokenDiagnostics]:
-    """Loss [] straight from hidden states, with what each token measured.
+    """Loss [] straight from hidden states with "top_p" supports, with what each token measured.
 
-    hidden [N, d] predicts sampled [N] int64; head [V, d] and bias [V] are the LM head; supports has N rows; advantages
-    [N]. Rows with one candidate or no advantage have no gradient and are never computed.
+    hidden [N, d] predicts sampled [N] int; head [V, d] and bias [V] are the LM head; supports has N rows; advantages [N];
+    denominator: one number, or [N]. Rows with one candidate or no advantage have no gradient and are never computed.
+    guards need sequences [N] int64 and, for ``max_staleness``, staleness [N]. At about ``probes`` evenly spaced tokens the
+    whole vocabulary is looked at too (TokenDiagnostics.vocabulary_entropy, head_p). Raises BadInput.
     """
-    _check(temperature, denominator)
+    _check_numbers(temperature, denominator)
+    _check_rows(hidden, sampled, advantages, supports, "top_p")
+    sampled = sampled.to(torch.int64)
+    supports.check(sampled, len(head))
     measured = advantages != 0
     live = torch.nonzero((supports.sizes > 1) & measured).squeeze(1)
     chosen = supports.select(live)
     slots = chosen.find(sampled[live])
     logits = candidate_logits(hidden.index_select(0, live), head, bias, chosen)
-    loss, log_p, weights = centred_loss(
-        logits, chosen, slots, advantages[live],
-        weight=weight, centering=centering, temperature=temperature, denominator=denominator,
-    )  # fmt: skip
-    found = TokenDiagnostics.blank(measured, log_p.dtype)
-    log_q = chosen.logprobs.to(log_p.dtype)
-    rows = chosen.rows
-    found.kl[live] = _row_sum(log_q.exp() * (log_q - log_p), rows, len(live))
-    found.entropy[live] = -_row_sum(log_p.exp() * log_p, rows, len(live))
-    found.k3[live], found.out_of_band[live] = sampled_diagnostics(log_p[slots], log_q[slots])
-    found.masked[live] = weights[slots] == 0
-    return loss, found
+    log_p = chosen.log_softmax(logits.detach() / temperature)
+    log_q = chosen.logprobs[slots].to(log_p.dtype)
+    found = coefficients(log_p, log_p[slots], chosen, log_q, advantages[live], weight)
+    every = advantages.to(log_p.dtype)
+    diagnostics = TokenDiagnostics.blank(measured, supports.sizes, _weight_of_one(weight, every))
+    entropy = -chosen.sum(log_p.exp() * log_p)
+    diagnostics.fill(live, log_p, chosen, log_p[slots], log_q, found, entropy)
+    if probes and (measured_rows := torch.nonzero(measured).squeeze(1)).numel():
+        at = measured_rows[:: 1 + len(measured_rows) // probes]
+        full = probe(hidden.detach().index_select(0, at), head, bias, supports.select(at), temperature)
+        diagnostics.vocabulary_entropy[at], diagnostics.head_p[at] = full
+    scale = _scale(every, denominator, diagnostics, guards, sequences, staleness)[live]
+    if not centering:
+        found = found.uncentred()
+    return _support_loss(logits, log_p, chosen, slots, found, scale, temperature), diagnostics
 
 
 def vocabulary_loss(
@@ -135,58 +153,106 @@ def vocabulary_loss(
     logprobs: Tensor,
     advantages: Tensor,
     *,
+    supports: Supports | None = None,
     weight: Weight,
+    centering: bool = True,
     temperature: float = 1.0,
-    denominator: float,
+    denominator: float | Tensor,
+    guards: Guards | None = None,
+    sequences: Tensor | None = None,
+    staleness: Tensor | None = None,
 ) -> tuple[Tensor, TokenDiagnostics]:
-    """Loss [] for tokens drawn from the whole vocabulary, of which only the sampled log-probability [N] was recorded.
+    """Loss [] for tokens drawn from the whole vocabulary, of which logprobs [N] of the sampled ones were recorded.
 
-    The expectation under q is unknown here, so nothing is centred: the update is A w_a s_a. ``kl`` is the one-sample
-    estimate k3. Logits exist for a chunk of rows at a time and are computed again in the backward pass.
+    supports: "top_k" heads of N rows, which the modelled tail completes; without them the expectation under q is unknown
+    and nothing is centred: the update is A w_a s_a. Everything else is as in ``candidate_loss``. Logits exist for a chunk
+    of rows at a time and are computed again in the backward pass.
     """
-    _check(temperature, denominator)
+    _check_numbers(temperature, denominator)
+    _check_rows(hidden, sampled, advantages, supports, "top_k")
+    check_sampled(sampled, logprobs, len(head))
+    sampled = sampled.to(torch.int64)
+    if supports is None:
+        supports = Supports.blank(len(sampled), hidden.device)
+    else:
+        supports.check(sampled, len(head))
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
     measured = advantages != 0
     live = torch.nonzero(measured).squeeze(1)
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    found = TokenDiagnostics.blank(measured, dtype)
-    loss = hidden.new_zeros((), dtype=dtype)
-    for rows in torch.split(live, max(1, VOCABULARY_CHUNK // len(head))):
-        advantage, log_q = advantages[rows].to(dtype), logprobs[rows].to(dtype)
-        log_p, entropy = checkpoint(
-            _vocabulary_log_p, hidden.index_select(0, rows), head, bias, sampled[rows], temperature, use_reentrant=False
+    chosen = supports.select(live)
+    parts = [
+        checkpoint(
+            _vocabulary_log_p, hidden.index_select(0, rows), head, bias, sampled[rows], supports.select(rows), temperature,
+            use_reentrant=False,
         )
-        weights, _ = weight(log_p.detach(), log_q)
-        loss = loss - (advantage * weights * log_p).sum() / denominator
-        k3, found.out_of_band[rows] = sampled_diagnostics(log_p.detach(), log_q)
-        found.kl[rows] = found.k3[rows] = k3
-        found.entropy[rows] = entropy
-        found.masked[rows] = weights == 0
-    return loss, found
+        for rows in torch.split(live, max(1, VOCABULARY_CHUNK // len(head)))
+    ]  # fmt: skip
+    log_p_sampled, log_p, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
+    log_q, every = logprobs[live].to(dtype), advantages.to(dtype)
+    found = coefficients(log_p.detach(), log_p_sampled.detach(), chosen, log_q, advantages[live], weight)
+    diagnostics = TokenDiagnostics.blank(measured, supports.sizes, _weight_of_one(weight, every))
+    diagnostics.fill(live, log_p.detach(), chosen, log_p_sampled.detach(), log_q, found, entropy)
+    scale = _scale(every, denominator, diagnostics, guards, sequences, staleness)[live]
+    if not centering:
+        found = found.uncentred()
+    return -(scale * found.objective(log_p, log_p_sampled, chosen)).sum(), diagnostics
+
+
+def _check_numbers(temperature: float, denominator: float | Tensor) -> None:
+    """Raises BadInput unless both are above 0: T = 0 has no log-probabilities, and a batch needs action tokens."""
+    if not temperature > 0:
+        raise BadInput(f"temperature is {temperature}; it must be above 0", where="loss")
+    if isinstance(denominator, Tensor):
+        denominator = float(denominator.min()) if denominator.numel() else 0.0
+    if not denominator > 0:
+        raise BadInput(f"the denominator is {denominator:g}; a batch needs action tokens", where="loss")
 
 
 def _vocabulary_log_p(
-    hidden: Tensor, head: Tensor, bias: Tensor | None, sampled: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """log p of the sampled tokens and, detached, the entropy of p: [rows] each."""
+    hidden: Tensor, head: Tensor, bias: Tensor | None, sampled: Tensor, supports: Supports, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    logits = torch.nn.functional.linear(hidden.to(dtype), head.to(dtype), None if bias is None else bias.to(dtype))
-    log_p = log_softmax(logits / temperature, -1)
-    entropy = -(log_p.detach().exp() * log_p.detach()).sum(-1)
-    return log_p.gather(1, sampled[:, None]).squeeze(1), entropy
+    logits = linear(hidden.to(dtype), head.to(dtype), None if bias is None else bias.to(dtype)) / temperature
+    result: tuple[Tensor, Tensor, Tensor] = _SelectedLogProbs.apply(logits, sampled, supports)  # type: ignore[no-untyped-call]
+    return result
 
 
-def _row_sum(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    return values.new_zeros(count).index_add_(0, rows, values)
+def _support_loss(*args: Any) -> Tensor:
+    loss: Tensor = _SupportLoss.apply(*args)  # type: ignore[no-untyped-call]
+    return loss
 
 
-def _row_log_softmax(logits: Tensor, rows: Tensor, count: int) -> Tensor:
-    top = logits.new_full((count,), -torch.inf).scatter_reduce_(0, rows, logits, "amax")
-    shifted = logits - top[rows]
-    return shifted - _row_sum(shifted.exp(), rows, count).log()[rows]
+def _scale(
+    advantages: Tensor,
+    denominator: float | Tensor,
+    diagnostics: TokenDiagnostics,
+    guards: Guards | None,
+    sequences: Tensor | None,
+    staleness: Tensor | None,
+) -> Tensor:
+    """What each row's objective is multiplied with, [N]; the guards' factors go into the diagnostics."""
+    if guards:
+        if sequences is None or sequences.shape != advantages.shape:
+            raise BadInput("guards need the sequence of every token", where="loss")
+        diagnostics.factor.copy_(guards.factors(diagnostics.log_ratio, sequences, advantages, staleness))
+    return advantages * diagnostics.factor / denominator
 
 
-def _check(temperature: float, denominator: float) -> None:
-    if not temperature > 0:
-        raise BadInput(f"temperature is {temperature}; it must be above 0", where="loss")
-    if not denominator > 0:
-        raise BadInput(f"the denominator is {denominator}; a batch needs action tokens", where="loss")
+def _weight_of_one(weight: Weight, advantages: Tensor) -> Tensor:
+    zero = torch.zeros_like(advantages)
+    return weight(zero, zero, advantages)[0]
+
+
+def _check_rows(hidden: Tensor, sampled: Tensor, advantages: Tensor, supports: Supports | None, kind: str) -> None:
+    if supports is not None and supports.kind != kind:
+        raise BadInput(f"supports are of kind {supports.kind}; this loss takes {kind}", where="loss")
+    if sampled.dtype not in (torch.int32, torch.int64):
+        raise BadInput(f"sampled tokens are {sampled.dtype}, not torch.int32 or torch.int64", where="loss")
+    parts = {"sampled": sampled, "advantages": advantages} | ({} if supports is None else {"supports": supports.ids})
+    for name, tensor in parts.items():
+        if tensor.device != hidden.device:
+            raise BadInput(f"hidden states are on {hidden.device}, {name} on {tensor.device}", where="loss")
+    if not len(hidden) == len(sampled) == len(advantages):
+        raise BadInput(
+            f"{len(hidden)} hidden states, {len(sampled)} sampled tokens, {len(advantages)} advantages", where="loss"
+        )

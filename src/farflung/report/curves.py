@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from itertools import pairwise
+from typing import Any
 
 from farflung.core.metrics import TokenStats, UpdateMetrics
 from farflung.report.charts import Chart, Series, axis_percent, number
@@ -19,7 +21,9 @@ def pool_color(place: int) -> int:
 
 def curves(run: RunData) -> list[Chart]:
     """The charts of a report, in reading order."""
-    low, high = run.recipe.train.band
+    train = run.recipe.train
+    banded = train.weight in ("mis", "icepop", "mask")
+    masked = "p/q outside [{:g}, {:g}]".format(*train.band) if banded else f"by the weight {train.weight}"
     return [
         Chart("Reward", "Mean over the batch's episodes, skipped groups included.", [_all(run, "", lambda m: m.all.reward)],
               axis_percent, low=0.0, high=1.0),
@@ -31,7 +35,7 @@ def curves(run: RunData) -> list[Chart]:
               _pools(run, lambda s: s.k3), number, log=True),
         Chart("Tokens out of band by pool", "Share with p/q outside [0.2, 5].",
               _pools(run, lambda s: s.out_of_band), axis_percent, low=0.0),
-        Chart("Tokens masked by pool", f"Share with weight 0: p/q outside [{low:g}, {high:g}].",
+        Chart("Tokens masked by pool", f"Share with weight 0: {masked}.",
               _pools(run, lambda s: s.masked), axis_percent, low=0.0),
         Chart("Gradient norm", f"Before clipping at {run.recipe.train.clip:g}.", [_all(run, "", lambda m: m.grad_norm)],
               number, low=0.0),
@@ -56,25 +60,19 @@ def curves(run: RunData) -> list[Chart]:
 
 
 def total(run: RunData, pool: str | None = None) -> TokenStats:
-    """Means over all updates, weighted by tokens (rewards by trajectories); sums of samples and tokens."""
+    """Means over all updates, weighted by tokens (rewards by trajectories); sums of samples and tokens; greatest values."""
     parts = [m.all if pool is None else m.pools[pool] for m in run.updates if pool is None or pool in m.pools]
-    tokens, samples = sum(s.tokens for s in parts), sum(s.samples for s in parts)
 
-    def mean(pick: Callable[[TokenStats], float]) -> float:
-        return sum(pick(s) * s.tokens for s in parts) / max(1, tokens)
+    def combine(name: str) -> Any:
+        values = [(getattr(s, name), s.samples if name == "reward" else s.tokens) for s in parts]
+        if name in ("samples", "tokens"):
+            return sum(value for value, _ in values)
+        if name.endswith("_max"):
+            return max((value for value, _ in values), default=0)
+        known = [(value, count) for value, count in values if value is not None]
+        return sum(value * count for value, count in known) / max(1, sum(count for _, count in known))
 
-    return TokenStats(
-        samples=samples,
-        tokens=tokens,
-        reward=sum(s.reward * s.samples for s in parts) / max(1, samples),
-        kl=mean(lambda s: s.kl),
-        k3=mean(lambda s: s.k3),
-        out_of_band=mean(lambda s: s.out_of_band),
-        masked=mean(lambda s: s.masked),
-        entropy=mean(lambda s: s.entropy),
-        staleness=mean(lambda s: s.staleness),
-        staleness_max=max((s.staleness_max for s in parts), default=0),
-    )
+    return TokenStats(**{f.name: combine(f.name) for f in fields(TokenStats)})
 
 
 def rate(points: Sequence[PoolPoint]) -> float:

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from farflung.core.episode import EndReason, Episode
 from farflung.core.metrics import TokenStats
 from farflung.corrections import TokenDiagnostics
 from farflung.trainer.batch import Batch, Targets
-
-MEANS = ("kl", "k3", "out_of_band", "masked", "entropy")
 
 
 class Measurement:
@@ -22,28 +21,30 @@ class Measurement:
     def __init__(self, batch: Batch, version: int) -> None:
         self._batch = batch
         self._version = version
-        self._values: list[npt.NDArray[np.float64]] = []
+        self._found: list[TokenDiagnostics] = []
         self._pools: list[npt.NDArray[Any]] = []
 
     def add(self, targets: Targets, found: TokenDiagnostics) -> None:
-        columns = [getattr(found, name).double().cpu().numpy() for name in MEANS]
-        self._values.append(np.stack(columns, 1)[found.measured.cpu().numpy()])
         pools = np.concatenate([_token_pools(self._batch.items[i].episode) for i in targets.items])
+        self._found.append(found.select(found.measured))
         self._pools.append(pools[found.measured.cpu().numpy()])
 
     def stats(self) -> tuple[TokenStats, dict[str, TokenStats]]:
         """(all, pools). Staleness is over all action tokens taken; the other means over those with a forward pass."""
         episodes = self._batch.episodes
-        values = np.concatenate([np.zeros((0, len(MEANS))), *self._values])
+        found = TokenDiagnostics.cat(self._found) if self._found else None
         measured = np.concatenate([np.zeros(0, object), *self._pools])
         taken = np.concatenate([np.zeros(0, object), *map(_token_pools, episodes)])
         versions = np.concatenate([np.zeros(0, np.int64), *(e.trajectory.versions for e in episodes)])
         home = np.array([_home(e) for e in episodes], object)
         rewards = np.array([e.reward for e in episodes], np.float64)
         age = self._version - versions
-        every = _stats(values, age, rewards)
-        names = sorted({*taken.tolist(), *home.tolist()} - {None})
-        return every, {n: _stats(values[measured == n], age[taken == n], rewards[home == n]) for n in names}
+        every = _stats(found, age, rewards)
+        pools = {}
+        for name in sorted({*taken.tolist(), *home.tolist()} - {None}):
+            own = None if found is None else found.select(torch.from_numpy(measured == name))
+            pools[name] = _stats(own, age[taken == name], rewards[home == name])
+        return every, pools
 
 
 def _token_pools(episode: Episode) -> npt.NDArray[Any]:
@@ -58,11 +59,11 @@ def _home(episode: Episode) -> str | None:
     return str(pools[counts.argmax()]) if len(pools) else None
 
 
-def _stats(values: npt.NDArray[np.float64], age: npt.NDArray[np.int64], rewards: npt.NDArray[np.float64]) -> TokenStats:
-    means = dict(zip(MEANS, values.mean(0).tolist(), strict=True)) if len(values) else {}
+def _stats(found: TokenDiagnostics | None, age: npt.NDArray[np.int64], rewards: npt.NDArray[np.float64]) -> TokenStats:
+    means: dict[str, Any] = {} if found is None else found.summary()
     return TokenStats(
         samples=len(rewards),
-        tokens=len(values),
+        tokens=0 if found is None else len(found.measured),
         reward=float(rewards.mean()) if len(rewards) else 0.0,
         staleness=float(age.mean()) if len(age) else 0.0,
         staleness_max=int(age.max()) if len(age) else 0,

@@ -17,7 +17,7 @@ from farflung.config import TrainConfig
 from farflung.core.episode import Episode
 from farflung.core.errors import BadInput, FarflungError
 from farflung.core.metrics import UpdateMetrics
-from farflung.corrections import TokenDiagnostics, candidate_loss, make_weight, vocabulary_loss
+from farflung.corrections import Guards, TokenDiagnostics, candidate_loss, make_weight, vocabulary_loss
 from farflung.trainer.batch import Batch, Targets, name
 from farflung.trainer.checkpoint import Checkpoint
 from farflung.trainer.measure import Measurement, episode_means
@@ -25,6 +25,9 @@ from farflung.trainer.model import Policy
 from farflung.trainer.packing import Pack, pack
 
 log = logging.getLogger(__name__)
+
+PROBES = 16
+"""Tokens of a pack at which the whole vocabulary is looked at, for its entropy and for p's mass on the candidates."""
 
 
 class Diverged(FarflungError):
@@ -55,7 +58,10 @@ class Trainer:
             compute=_compute(train.compute, self.device),
             gradient_checkpointing=train.gradient_checkpointing,
         )
-        self._weight = make_weight(train.weight, train.band)
+        self._weight = make_weight(
+            train.weight, train.band, cap=train.cap, clip_range=train.clip_range, delta=train.delta
+        )
+        self._guards = Guards(train.gspo, train.geometric_mask, train.opsm, train.staleness_mask)
         self._names: dict[Tensor, str] = {
             p: n for n, p in self.policy.named().items() if isinstance(p, torch.nn.Parameter)
         }
@@ -79,9 +85,7 @@ class Trainer:
         """
         clock = _Clock()
         with clock("pack"):
-            batch = Batch.of(
-                groups, std=self.train.std, temperature=self.temperature, vocabulary=self.policy.vocabulary
-            )
+            batch = Batch.of(groups, self.train, temperature=self.temperature, vocabulary=self.policy.vocabulary)
             packs = self._pack(batch)
         measurement = Measurement(batch, self.version)
         grad_norm = 0.0
@@ -173,26 +177,30 @@ class Trainer:
         """Forward and backward over one pack; gradients add up. Raises Diverged before the backward pass."""
         targets = Targets.of(batch, pack, self.device)
         with clock("forward"):
-            loss, found = self._loss(pack, targets, batch.action_tokens)
+            loss, found = self._loss(pack, targets)
             if not math.isfinite(loss.item()):
                 self._blame(batch, "loss")
         with clock("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
         measurement.add(targets, found)
 
-    def _loss(self, pack: Pack, targets: Targets, denominator: int) -> tuple[Tensor, TokenDiagnostics]:
+    def _loss(self, pack: Pack, targets: Targets) -> tuple[Tensor, TokenDiagnostics]:
         hidden = self.policy.hidden(pack).index_select(0, targets.rows)
         head, bias = self.policy.head, self.policy.bias
+        how: dict[str, Any] = {
+            "weight": self._weight,
+            "centering": self.train.centering,
+            "temperature": self.temperature,
+            "denominator": targets.denominators,
+            "guards": self._guards,
+            "sequences": targets.sequences,
+            "staleness": self.version - targets.versions,
+        }
         if targets.supports is None:
-            return vocabulary_loss(
-                hidden, head, bias, targets.sampled, targets.logprobs, targets.advantages,
-                weight=self._weight, temperature=self.temperature, denominator=denominator,
-            )  # fmt: skip
+            return vocabulary_loss(hidden, head, bias, targets.sampled, targets.logprobs, targets.advantages, **how)
         return candidate_loss(
-            hidden, head, bias, targets.supports, targets.sampled, targets.advantages,
-            weight=self._weight, centering=self.train.centering,
-            temperature=self.temperature, denominator=denominator,
-        )  # fmt: skip
+            hidden, head, bias, targets.supports, targets.sampled, targets.advantages, probes=PROBES, **how
+        )
 
     def _clip(self, batch: Batch) -> float:
         """The gradient's norm before it is clipped. Raises Diverged."""
@@ -206,9 +214,9 @@ class Trainer:
         culprit = "no episode alone, only their sum"
         for index, item in enumerate(batch.items):
             (alone,) = pack([item.inputs], [0], 1, self.device)
-            own = Batch(batch.episodes, (item,), 1, 0, batch.action_tokens)
+            own = Batch(batch.episodes, (item,), 1, 0)
             self._optimizer.zero_grad(set_to_none=True)
-            loss, _ = self._loss(alone, Targets.of(own, alone, self.device), batch.action_tokens)
+            loss, _ = self._loss(alone, Targets.of(own, alone, self.device))
             loss.backward()  # type: ignore[no-untyped-call]
             grads = [p.grad for p in self._names if p.grad is not None]
             if not math.isfinite(loss.item()) or not math.isfinite(float(torch.nn.utils.get_total_norm(grads))):
