@@ -54,10 +54,12 @@ class CentredGRPOTrainer(GRPOTrainer):
     the temperature and ``scale_rewards`` are. One process, or several that each hold the whole LM head (DDP).
     """
 
-    def __init__(self, *args: Any, weight: Weight, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.beta:
-            raise BadInput(f"beta is {self.beta}; a KL term is no part of this loss", where="GRPOConfig", mend="beta=0")
+    def __init__(
+        self, model: Any, reward_funcs: Any, args: GRPOConfig, *rest: Any, weight: Weight, **kwargs: Any
+    ) -> None:
+        if args.beta:
+            raise BadInput(f"beta is {args.beta}; a KL term is no part of this loss", where="GRPOConfig", mend="beta=0")
+        super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self.weight = weight
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
