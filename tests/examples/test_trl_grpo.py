@@ -56,6 +56,7 @@ def definition(trainer: Any, inputs: dict[str, Any]) -> Tensor:
 
 def test_the_gradient_of_a_step_is_that_of_the_definition_over_what_was_recorded(trainer: Any) -> None:
     trainer.model.train()
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps  # as `train` sets it
     batch = next(iter(trainer.get_train_dataloader()))
     parts = []
     for step in range(trainer.args.gradient_accumulation_steps):
