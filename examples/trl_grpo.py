@@ -1,7 +1,7 @@
 """TRL's GRPO trainer with farflung's loss, fed by a sampler that is older and coarser than the trainer.
 
     pip install -e ".[trl]"
-    python examples/trl_grpo.py                      about half a minute on one core, no download
+    python examples/trl_grpo.py                      a quarter of a minute on one core, no download
     python examples/trl_grpo.py --weight none        without masking; --weights bf16 --refresh 1 for a faithful sampler
 
 The sampler holds a copy of the policy in NVFP4 and takes new weights only every fourth step. It records what every token
