@@ -100,7 +100,9 @@ def read_spans(data: Any, count: int, where: str) -> tuple[Span, ...]:
     spans = []
     for t, each in enumerate(data if isinstance(data, list) else [data]):
         row = f"{where}, weight_versions {t}"
-        spans.append(Span(field(each, "version", str, row), field(each, "start", int, row), field(each, "end", int, row)))
+        spans.append(
+            Span(field(each, "version", str, row), field(each, "start", int, row), field(each, "end", int, row))
+        )
     at = 0
     for span in spans:
         if span.start != at or span.stop < at:
