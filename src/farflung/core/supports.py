@@ -96,25 +96,33 @@ class Supports:
         sizes = self.sizes
         if (bad := np.flatnonzero(sizes <= 0)).size:
             raise Corrupt(f"row {bad[0]} has {sizes[bad[0]]} candidates", where=where)
+        row_of = np.repeat(np.arange(rows), sizes)
         if (bad := np.flatnonzero(~np.isfinite(self.logprobs) | (self.logprobs > 1e-4))).size:
-            raise Corrupt(f"entry {bad[0]} has log-probability {self.logprobs[bad[0]]}", where=where)
+            what = f"candidate {self.ids[bad[0]]} has log-probability {self.logprobs[bad[0]]}"
+            raise Corrupt(f"row {row_of[bad[0]]}'s {what}", where=where)
         totals = np.add.reduceat(np.exp(self.logprobs.astype(np.float64)), offsets[:-1])
         if (bad := np.flatnonzero(np.abs(totals - 1) > SUM_TOLERANCE)).size:
             raise Corrupt(f"row {bad[0]}'s probabilities sum to {totals[bad[0]]:.6f}, not 1", where=where)
-        row_of = np.repeat(np.arange(rows), sizes)
-        keys = row_of.astype(np.int64) << 32 | self.ids.astype(np.int64)
-        if len(np.unique(keys)) != len(keys):
-            raise Corrupt("a row names the same candidate twice", where=where)
-        hits = self.ids == sampled[row_of]
-        found = np.zeros(rows, bool)
-        found[row_of[hits]] = True
-        if not found.all():
-            row = int(np.flatnonzero(~found)[0])
-            raise Corrupt(f"row {row}'s sampled token {sampled[row]} is not among its candidates", where=where)
-        gap = np.abs(self.logprobs[hits] - logprobs)
+        keys = np.sort(row_of.astype(np.int64) << 32 | self.ids.astype(np.int64))
+        if (bad := np.flatnonzero(keys[1:] == keys[:-1])).size:
+            row, candidate = divmod(int(keys[bad[0]]), 1 << 32)
+            raise Corrupt(f"row {row} names candidate {candidate} twice", where=where)
+        recorded = self.logprobs[self.find(sampled, where=where)]
+        gap = np.abs(recorded - logprobs)
         if (bad := np.flatnonzero(~(gap <= 1e-4 * np.maximum(1, np.abs(logprobs))))).size:
             row = int(bad[0])
             raise Corrupt(
-                f"row {row}'s sampled token has log-probability {logprobs[row]}, its entry {self.logprobs[hits][row]}",
-                where=where,
+                f"row {row}'s sampled token has log-probability {logprobs[row]}, its entry {recorded[row]}", where=where
             )
+
+    def find(self, sampled: Int32, *, where: str = "supports") -> Int64:
+        """Where each row's sampled token [rows] stands among the entries, [rows]. Raises Corrupt if one is missing."""
+        entries = np.flatnonzero(self.ids == np.repeat(sampled, self.sizes))
+        rows = np.searchsorted(self.offsets, entries, side="right") - 1
+        if (bad := np.flatnonzero(np.bincount(rows, minlength=len(self)) != 1)).size:
+            row = int(bad[0])
+            times = int((rows == row).sum())
+            raise Corrupt(
+                f"row {row}'s sampled token {sampled[row]} is {times} times among its candidates", where=where
+            )
+        return entries
