@@ -88,7 +88,7 @@ class Stage:
         return process, json.loads(line) if line else {}
 
     async def start_router(self, port: int = 0) -> asyncio.subprocess.Process:
-        process, said = await self.start("router", "--port", str(port), "--heartbeat-seconds", "0.3")
+        process, said = await self.start("router", "--port", str(port), "--heartbeat-seconds", "1.0")
         self.router = said["url"]
         return process
 
@@ -179,15 +179,17 @@ async def test_sessions_go_on_while_processes_are_killed(stage: Stage) -> None:
         served = [await client.generate(turn(f"t{i}", [5, 6], min_version=2)) for i in range(4)]
         assert {c.source.pool for c in served} == {"high", "low"}
 
-        # SIGTERM finishes the turn in flight, leaves the router and ends well.
-        await client.generate(turn(low, [7]))
-        assert (await stage.status())["low"]["sessions"] >= 1
+        # SIGTERM finishes the turn in flight, leaves the router and ends well. (On a busy machine a replica may have been
+        # silent for so long that the session has moved: wherever it is, it stays.)
+        home = (await client.generate(turn(low, [7]))).source.pool
+        assert (await stage.status())[home]["sessions"] >= 1
         long = asyncio.create_task(client.generate(turn(low, ids[low], max_tokens=1000)))
-        await stage.wait("low", "turns", 1)
-        second.send_signal(signal.SIGTERM)
-        assert (await long).source.pool == "low"
-        assert await second.wait() == 0
-        assert (await stage.status())["low"]["replicas"] == []
+        await stage.wait(home, "turns", 1)
+        leaving = {"high": first, "low": second}[home]
+        leaving.send_signal(signal.SIGTERM)
+        assert (await long).source.pool == home
+        assert await leaving.wait() == 0
+        assert (await stage.status())[home]["replicas"] == []
     assert TOKEN not in (stage.path / "log").read_text()
 
 
