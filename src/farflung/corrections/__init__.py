@@ -10,8 +10,9 @@ whose second term is the expectation of the first under q, so a constant advanta
 from farflung.corrections.advantages import group_advantages
 from farflung.corrections.diagnostics import BAND, TokenDiagnostics
 from farflung.corrections.head import candidate_logits
-from farflung.corrections.loss import candidate_loss, centred_loss, vocabulary_loss
+from farflung.corrections.loss import candidate_loss, centred_loss
 from farflung.corrections.supports import Supports
+from farflung.corrections.vocabulary import vocabulary_loss
 from farflung.corrections.weights import Masked, Plain, Weight, make_weight
 
 __all__ = [

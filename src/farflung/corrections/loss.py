@@ -1,6 +1,6 @@
-"""The losses: over recorded candidates (exact, centred), and over the whole vocabulary (not centred).
+"""The loss over recorded candidates: exact and centred.
 
-Both are sums over tokens divided by ``denominator``, which the caller sets to the number of action tokens of the whole
+It is a sum over tokens divided by ``denominator``, which the caller sets to the number of action tokens of the whole
 batch, whatever was masked, certain or without advantage. So the step does not grow when tokens are masked, and the
 expectation over the sampler stays what the formulas say.
 """
@@ -11,17 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import log_softmax
-from torch.utils.checkpoint import checkpoint
 
 from farflung.core.errors import BadInput
 from farflung.corrections.diagnostics import TokenDiagnostics, sampled_diagnostics
 from farflung.corrections.head import candidate_logits
 from farflung.corrections.supports import Supports
 from farflung.corrections.weights import Weight
-
-VOCABULARY_CHUNK = 1 << 24
-"""Logits in memory at once on the whole-vocabulary path."""
 
 
 class _CentredLoss(torch.autograd.Function):
@@ -99,20 +94,28 @@ def candidate_loss(
     *,
     weight: Weight,
     centering: bool = True,
+    softcap: float | None = None,
     temperature: float = 1.0,
     denominator: float,
+    in_place: bool = False,
 ) -> tuple[Tensor, TokenDiagnostics]:
     """Loss [] straight from hidden states, with what each token measured.
 
     hidden [N, d] predicts sampled [N] int64; head [V, d] and bias [V] are the LM head; supports has N rows; advantages
-    [N]. Rows with one candidate or no advantage have no gradient and are never computed.
+    [N]. Rows with one candidate or no advantage have no gradient and are never computed. ``softcap`` and ``in_place`` are
+    as for ``candidate_logits``.
     """
     _check(temperature, denominator)
     measured = advantages != 0
-    live = torch.nonzero((supports.sizes > 1) & measured).squeeze(1)
+    alive = (supports.sizes > 1) & measured
+    live = torch.nonzero(alive).squeeze(1)
     chosen = supports.select(live)
     slots = chosen.find(sampled[live])
-    logits = candidate_logits(hidden.index_select(0, live), head, bias, chosen)
+    # The head reads hidden states where they are: the same entries, with the other rows empty.
+    offsets = torch.zeros_like(supports.offsets)
+    torch.cumsum(torch.where(alive, supports.sizes, 0), 0, out=offsets[1:])
+    spread = Supports(chosen.ids, chosen.logprobs, offsets)
+    logits = candidate_logits(hidden, head, bias, spread, softcap=softcap, in_place=in_place)
     loss, log_p, weights = centred_loss(
         logits, chosen, slots, advantages[live],
         weight=weight, centering=centering, temperature=temperature, denominator=denominator,
@@ -125,54 +128,6 @@ def candidate_loss(
     found.k3[live], found.out_of_band[live] = sampled_diagnostics(log_p[slots], log_q[slots])
     found.masked[live] = weights[slots] == 0
     return loss, found
-
-
-def vocabulary_loss(
-    hidden: Tensor,
-    head: Tensor,
-    bias: Tensor | None,
-    sampled: Tensor,
-    logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    weight: Weight,
-    temperature: float = 1.0,
-    denominator: float,
-) -> tuple[Tensor, TokenDiagnostics]:
-    """Loss [] for tokens drawn from the whole vocabulary, of which only the sampled log-probability [N] was recorded.
-
-    The expectation under q is unknown here, so nothing is centred: the update is A w_a s_a. ``kl`` is the one-sample
-    estimate k3. Logits exist for a chunk of rows at a time and are computed again in the backward pass.
-    """
-    _check(temperature, denominator)
-    measured = advantages != 0
-    live = torch.nonzero(measured).squeeze(1)
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    found = TokenDiagnostics.blank(measured, dtype)
-    loss = hidden.new_zeros((), dtype=dtype)
-    for rows in torch.split(live, max(1, VOCABULARY_CHUNK // len(head))):
-        advantage, log_q = advantages[rows].to(dtype), logprobs[rows].to(dtype)
-        log_p, entropy = checkpoint(
-            _vocabulary_log_p, hidden.index_select(0, rows), head, bias, sampled[rows], temperature, use_reentrant=False
-        )
-        weights, _ = weight(log_p.detach(), log_q)
-        loss = loss - (advantage * weights * log_p).sum() / denominator
-        k3, found.out_of_band[rows] = sampled_diagnostics(log_p.detach(), log_q)
-        found.kl[rows] = found.k3[rows] = k3
-        found.entropy[rows] = entropy
-        found.masked[rows] = weights == 0
-    return loss, found
-
-
-def _vocabulary_log_p(
-    hidden: Tensor, head: Tensor, bias: Tensor | None, sampled: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """log p of the sampled tokens and, detached, the entropy of p: [rows] each."""
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    logits = torch.nn.functional.linear(hidden.to(dtype), head.to(dtype), None if bias is None else bias.to(dtype))
-    log_p = log_softmax(logits / temperature, -1)
-    entropy = -(log_p.detach().exp() * log_p.detach()).sum(-1)
-    return log_p.gather(1, sampled[:, None]).squeeze(1), entropy
 
 
 def _row_sum(values: Tensor, rows: Tensor, count: int) -> Tensor:
