@@ -41,7 +41,8 @@ def expected_gradient(folder: Path, groups: list[list[Episode]]) -> tuple[dict[s
             supports = Supports(*(torch.from_numpy(a) for a in (t.supports.ids.astype(np.int64), t.supports.logprobs, t.supports.offsets)))  # fmt: skip
             loss, _ = candidate_loss(
                 hidden[at - 1], model.lm_head.weight, None, supports, torch.from_numpy(t.ids[at]).long(),
-                torch.full((len(at),), e.reward - mean), weight=Masked(0.5, 5.0), denominator=total,
+                torch.full((len(at),), e.reward - mean), weight=Masked(0.5, 5.0),
+                softcap=getattr(model.config, "final_logit_softcapping", None), denominator=total,
             )  # fmt: skip
             loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
@@ -49,7 +50,7 @@ def expected_gradient(folder: Path, groups: list[list[Episode]]) -> tuple[dict[s
     return grads, norm
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "llama-untied", "qwen3", "gemma2", "gemma2-capped"])
 @pytest.mark.parametrize("pack_tokens", [1, 60, 4096])
 def test_the_gradient_is_that_of_separate_passes(
     kind: str, pack_tokens: int, model_folder: Folder, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch

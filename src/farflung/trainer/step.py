@@ -186,12 +186,13 @@ class Trainer:
         if targets.supports is None:
             return vocabulary_loss(
                 hidden, head, bias, targets.sampled, targets.logprobs, targets.advantages,
-                weight=self._weight, temperature=self.temperature, denominator=denominator,
+                weight=self._weight, softcap=self.policy.softcap,
+                temperature=self.temperature, denominator=denominator, in_place=True,
             )  # fmt: skip
         return candidate_loss(
             hidden, head, bias, targets.supports, targets.sampled, targets.advantages,
-            weight=self._weight, centering=self.train.centering,
-            temperature=self.temperature, denominator=denominator,
+            weight=self._weight, centering=self.train.centering, softcap=self.policy.softcap,
+            temperature=self.temperature, denominator=denominator, in_place=True,
         )  # fmt: skip
 
     def _clip(self, batch: Batch) -> float:
