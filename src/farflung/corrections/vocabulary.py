@@ -131,13 +131,13 @@ class _VocabularyLoss(torch.autograd.Function):
         dbias = torch.zeros(len(weight), dtype=dtype, device=hidden.device) if need_bias else None
         target, dweight = weight_gradient(weight, ctx.parameter) if need_weight else (None, None)
         scale = advantages * (grad / (task.temperature * task.denominator))
-        owner = task.head.rows
+        sparse = r * scale[task.head.rows]
         for rows, entries, at in _chunks(task, len(weight)):
             states = hidden.index_select(0, task.live[rows]).to(dtype)
             z = _logits(states, weight, bias, task)
             slope = None if task.softcap is None else 1 - (z * (task.temperature / task.softcap)) ** 2
             dz = z.sub_(log_total[rows, None]).exp_().mul_((scale * (w - total))[rows, None])
-            dz.view(-1).index_add_(0, at, r[entries] * scale[owner[entries]])
+            dz.view(-1).index_add_(0, at, sparse[entries])
             dz.scatter_add_(1, task.sampled[rows, None], -(w * scale)[rows, None])
             if slope is not None:
                 dz *= slope
@@ -145,9 +145,9 @@ class _VocabularyLoss(torch.autograd.Function):
                 dbias += dz.sum(0)
             for part, table in _blocks(weight, dtype):
                 if dhidden is not None:
-                    dhidden[task.live[rows]] += dz[:, part] @ table
+                    _add_product(dhidden, task.live[rows], dz[:, part], table)
                 if target is not None:
-                    _add_product(target[part], dz[:, part].t(), states)
+                    _add_product(target, part, dz[:, part].t(), states)
         return (
             None if dhidden is None else dhidden.to(hidden.dtype),
             dweight,
@@ -194,8 +194,7 @@ def vocabulary_loss(
         live, recorded.select(live), sampled[live], logprobs[live], advantages[live],
         weight, centering, softcap, temperature, denominator, in_place and takes_rows(head),
     )  # fmt: skip
-    with torch.autocast(hidden.device.type, enabled=False):
-        loss, log_p_a, entropy, w, kl = _VocabularyLoss.apply(hidden, head, bias, task)  # type: ignore[no-untyped-call]
+    loss, log_p_a, entropy, w, kl = _VocabularyLoss.apply(hidden, head, bias, task)  # type: ignore[no-untyped-call]
     found = TokenDiagnostics.blank(measured, log_p_a.dtype)
     found.k3[live], found.out_of_band[live] = sampled_diagnostics(log_p_a, task.log_q.to(log_p_a.dtype))
     found.kl[live] = torch.where(task.head.sizes > 0, kl, found.k3[live])
@@ -227,12 +226,18 @@ def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, task: _Task) ->
     """[rows, V] over the temperature, in the states' type."""
     z = torch.empty(len(states), len(weight), dtype=states.dtype, device=states.device)
     for part, table in _blocks(weight, states.dtype):
-        torch.mm(states, table.t(), out=z[:, part])
+        with _float32(z):
+            torch.mm(states, table.t(), out=z[:, part])
     if bias is not None:
         z += bias
     if task.softcap is not None:
         z.div_(task.softcap).tanh_().mul_(task.softcap)
     return z.div_(task.temperature)
+
+
+def _float32(tensor: Tensor) -> torch.autocast:
+    """Products in the types that they are written in, also where the caller has autocast on."""
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def _blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
@@ -243,9 +248,10 @@ def _blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]
         yield part, weight[part].to(dtype)
 
 
-def _add_product(target: Tensor, left: Tensor, right: Tensor) -> None:
-    """target += left @ right in place, without a product of the target's size where the types allow it."""
-    if target.dtype == right.dtype:
-        target.addmm_(left, right)
-    else:
-        target += left @ right
+def _add_product(target: Tensor, rows: slice | Tensor, left: Tensor, right: Tensor) -> None:
+    """target[rows] += left @ right; where the rows lie together and the type allows it, without a product of their size."""
+    with _float32(target):
+        if isinstance(rows, slice) and target.dtype == right.dtype:
+            target[rows].addmm_(left, right)
+        else:
+            target[rows] += left @ right
