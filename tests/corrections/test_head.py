@@ -303,7 +303,7 @@ def test_determinism_can_be_asked_for() -> None:
             for run in (
                 lambda **kw: candidate_loss(*kw.pop("head"), supports, sampled, torch.ones(40), **kw),
                 lambda **kw: vocabulary_loss(
-                    *kw.pop("head"), sampled, torch.full((40,), -1.0), torch.ones(40), recorded=supports, **kw
+                    *kw.pop("head"), sampled, torch.full((40,), -1.0), torch.ones(40), supports=supports, **kw
                 ),
             ):
                 total, _ = run(head=(hidden, weight, bias), weight=Masked(0.5, 5.0), denominator=1, in_place=True)

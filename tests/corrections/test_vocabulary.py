@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farflung.core.errors import BadInput
-from farflung.corrections import Plain, Supports, vocabulary, vocabulary_loss
+from farflung.corrections import Plain, Supports, loss, vocabulary, vocabulary_loss
 from tests.corrections.oracle import RULES
 
 ROWS, WIDTH, VOCABULARY = 6, 4, 13
@@ -50,7 +50,7 @@ class Case:
 
     def modelled(self) -> Tensor:
         """q as far as it is known: recorded on H, rho p elsewhere; [rows, V] probabilities."""
-        p, (q_tail, p_tail) = self.tempered().detach().softmax(-1), self.tails().clamp(min=vocabulary.FLOOR)
+        p, (q_tail, p_tail) = self.tempered().detach().softmax(-1), self.tails().clamp(min=loss.TAIL_FLOOR)
         return torch.where(self.inside(), self.log_q.exp(), (q_tail / p_tail)[:, None] * p)
 
     def tails(self) -> Tensor:
@@ -72,7 +72,7 @@ class Case:
     def loss(self, rule: str, centering: bool, denominator: float = 1.0) -> Tensor:
         found, _ = vocabulary_loss(
             self.hidden, self.weight, self.bias, self.sampled, self.drawn(), self.advantages,
-            recorded=self.recorded, weight=RULES[rule][0], centering=centering, softcap=self.softcap,
+            supports=self.recorded, weight=RULES[rule][0], centering=centering, softcap=self.softcap,
             temperature=self.temperature, denominator=denominator,
         )  # fmt: skip
         return found
@@ -110,24 +110,24 @@ def test_the_gradient_is_that_of_the_definition(case: Case, rule: str, centering
 @given(cases, rules, st.sampled_from([1.0, -0.4]))
 def test_a_constant_advantage_moves_nothing(case: Case, rule: str, advantage: float) -> None:
     """Averaged over the modelled q at every position, whatever the rule: also where the tail is out of the band."""
-    assume(bool((case.tails() > vocabulary.FLOOR).all()))
+    assume(bool((case.tails() > loss.TAIL_FLOOR).all()))
     q, every = case.modelled(), torch.arange(VOCABULARY)
     owner = torch.arange(ROWS).repeat_interleave(VOCABULARY)
-    loss, _ = vocabulary_loss(
+    total, _ = vocabulary_loss(
         case.hidden[owner], case.weight, case.bias, every.repeat(ROWS), q.log().flatten(), advantage * q.flatten(),
-        recorded=case.recorded.select(owner), weight=RULES[rule][0], softcap=case.softcap,
+        supports=case.recorded.select(owner), weight=RULES[rule][0], softcap=case.softcap,
         temperature=case.temperature, denominator=1,
     )  # fmt: skip
-    assert all(g.abs().max() < 1e-12 for g in torch.autograd.grad(loss, case.inputs()))
+    assert all(g.abs().max() < 1e-12 for g in torch.autograd.grad(total, case.inputs()))
 
 
 @settings(deadline=None, max_examples=40)
 @given(cases)
 def test_diagnostics_are_over_the_vocabulary(case: Case) -> None:
-    assume(bool((case.tails() > vocabulary.FLOOR).all()))
+    assume(bool((case.tails() > loss.TAIL_FLOOR).all()))
     _, found = vocabulary_loss(
         case.hidden, case.weight, case.bias, case.sampled, case.drawn(), case.advantages,
-        recorded=case.recorded, weight=Plain(), softcap=case.softcap, temperature=case.temperature, denominator=1,
+        supports=case.recorded, weight=Plain(), softcap=case.softcap, temperature=case.temperature, denominator=1,
     )  # fmt: skip
     log_p, q, live = case.tempered().detach().log_softmax(-1), case.modelled(), case.advantages != 0
     ratio = log_p.gather(1, case.sampled[:, None]).squeeze(1) - case.drawn()
@@ -166,12 +166,12 @@ def test_narrow_types_are_computed_in_float32(
 
     def run(in_place: bool) -> list[Tensor | None]:
         with torch.autocast("cpu", torch.bfloat16):
-            loss, _ = vocabulary_loss(
+            total, _ = vocabulary_loss(
                 case.hidden, case.weight, case.bias, case.sampled, case.drawn(), case.advantages,
-                recorded=case.recorded, weight=Plain(), denominator=1, in_place=in_place,
+                supports=case.recorded, weight=Plain(), denominator=1, in_place=in_place,
             )  # fmt: skip
-            loss.backward()
-        assert loss.dtype == torch.float32
+            total.backward()
+        assert total.dtype == torch.float32
         found = [t.grad for t in case.inputs()]
         for tensor in case.inputs():
             tensor.grad = None
@@ -198,14 +198,14 @@ def test_rows_without_advantage_are_never_computed() -> None:
     assert all(g.isfinite().all() for g in grads)
     assert not grads[0][case.advantages == 0].any()
     case.advantages = torch.zeros(ROWS, dtype=torch.float64)
-    loss = case.loss("mis", True)
-    assert loss == 0
-    assert not any(g.any() for g in torch.autograd.grad(loss, case.inputs()))
+    total = case.loss("mis", True)
+    assert total == 0
+    assert not any(g.any() for g in torch.autograd.grad(total, case.inputs()))
 
 
 @pytest.mark.parametrize(("temperature", "denominator"), [(0.0, 1.0), (1.0, 0.0), (float("nan"), 1.0)])
 def test_bad_scales_are_refused(temperature: float, denominator: float) -> None:
     case = Case(4, 0.5, 1.0, None, False)
     case.temperature = temperature
-    with pytest.raises(BadInput, match="must be above 0"):
+    with pytest.raises(BadInput, match=r"denominator is 0|temperature is"):
         case.loss("none", True, denominator)

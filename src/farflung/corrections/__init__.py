@@ -10,9 +10,9 @@ whose second term is the expectation of the first under q, so a constant advanta
 from farflung.corrections.advantages import group_advantages
 from farflung.corrections.diagnostics import BAND, TokenDiagnostics
 from farflung.corrections.head import candidate_logits
-from farflung.corrections.loss import candidate_loss, centred_loss
+from farflung.corrections.loss import candidate_loss, centred_loss, vocabulary_loss
 from farflung.corrections.supports import Supports
-from farflung.corrections.vocabulary import vocabulary_loss
+from farflung.corrections.vocabulary import vocabulary_log_probs
 from farflung.corrections.weights import Masked, Plain, Weight, make_weight
 
 __all__ = [
@@ -27,5 +27,6 @@ __all__ = [
     "centred_loss",
     "group_advantages",
     "make_weight",
+    "vocabulary_log_probs",
     "vocabulary_loss",
 ]

@@ -53,8 +53,8 @@ def _bags(  # type: ignore[no-untyped-def]
         live = k < end
         row = tl.load(entries + k, mask=live, other=0)
         factor = tl.load(scale + k, mask=live, other=0)
-        where = table + row[:, None] * stride + columns[None, :]
-        values = tl.load(where, mask=live[:, None] & inside[None, :], other=0).to(kind)
+        tile = table + row[:, None] * stride + columns[None, :]
+        values = tl.load(tile, mask=live[:, None] & inside[None, :], other=0).to(kind)
         total += tl.sum(values * factor[:, None], 0)
     place = bag.to(tl.int64)
     if ADD:
