@@ -16,7 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from farflung.core.errors import BadInput
-from farflung.corrections import Masked, Plain, Supports, candidate_logits, candidate_loss, rows, vocabulary_loss
+from farflung.corrections import (
+    Masked,
+    Plain,
+    Supports,
+    candidate_logits,
+    candidate_loss,
+    rows,
+    vocabulary,
+    vocabulary_loss,
+)
 
 ROWS, WIDTH, VOCABULARY = 7, 5, 11
 KINDS = [torch.float64, torch.float32, torch.bfloat16]
@@ -279,6 +288,25 @@ def test_nothing_is_as_large_as_the_weight_or_the_logits(kind: torch.dtype, monk
     assert weight.grad.any()
     # The largest are the hidden states' gradient and the bias's.
     assert made.largest == max(count * width, vocabulary)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_logits_of_a_chunk_are_all_there_is(kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the whole vocabulary: three rows' logits at a time, and blocks of a narrow weight."""
+    count, width, size = 60, 64, 5000
+    monkeypatch.setattr(vocabulary, "CHUNK", 3 * size)
+    monkeypatch.setattr(vocabulary, "BLOCK", 1 << 13)
+    supports = draw(3, vocabulary=size, count=count)
+    hidden, weight = (torch.randn(n, width).to(kind).requires_grad_() for n in (count, size))
+    weight.grad, bias = torch.zeros_like(weight), torch.randn(size, requires_grad=True)
+    with Allocations(hidden, weight, weight.grad) as made:
+        total, _ = vocabulary_loss(
+            hidden, weight, bias, torch.arange(count), torch.full((count,), -9.0), torch.ones(count),
+            supports=supports, weight=Plain(), softcap=30.0, denominator=count, in_place=True,
+        )  # fmt: skip
+        total.backward()
+    assert weight.grad.any()
+    assert made.largest == 3 * size
 
 
 @contextmanager
