@@ -115,3 +115,16 @@ def test_probes_are_spread_over_the_measured_tokens() -> None:
     )  # fmt: skip
     probed = torch.nonzero(~found.head_p.isnan()).squeeze(1).tolist()
     assert probed == [1, 13, 25, 37, 49]
+
+
+def test_probes_see_capped_and_tempered_logits() -> None:
+    g = torch.Generator().manual_seed(1)
+    hidden, head = (torch.randn(n, 3, generator=g, dtype=torch.float64) for n in (2, 5))
+    supports = Supports(torch.tensor([0, 1, 2, 3]), torch.full((4,), math.log(0.5)), torch.tensor([0, 2, 4]))
+    _, found = candidate_loss(
+        hidden, head, None, supports, torch.tensor([0, 2]), torch.ones(2),
+        weight=Plain(), softcap=0.7, temperature=0.6, denominator=2, probes=8,
+    )  # fmt: skip
+    p = (0.7 * torch.tanh(hidden @ head.T / 0.7) / 0.6).softmax(-1)
+    torch.testing.assert_close(found.vocabulary_entropy, -(p * p.log()).sum(1))
+    torch.testing.assert_close(found.head_p, torch.stack([p[0, :2].sum(), p[1, 2:4].sum()]))

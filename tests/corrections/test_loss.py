@@ -170,7 +170,7 @@ def test_chunks_of_the_vocabulary_do_not_show(monkeypatch: pytest.MonkeyPatch) -
     advantages = torch.tensor([1.0, -1, 0, 1, 1, -1, 0.5, 0, 1]).double()
     results = []
     for chunk in (1, 7, 20, 1 << 24):
-        monkeypatch.setattr("farflung.corrections.loss.VOCABULARY_CHUNK", chunk)
+        monkeypatch.setattr("farflung.corrections.vocabulary.CHUNK", chunk)
         loss, _ = vocabulary_loss(
             hidden, head, None, torch.arange(9) % 7, log_q[torch.arange(9), torch.arange(9) % 7], advantages,
             supports=supports, weight=Masked(0.5, 5.0), denominator=9,

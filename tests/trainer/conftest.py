@@ -43,6 +43,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
                 return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**shape, final_logit_softcapping=None))
             case "gemma2-capped":
                 return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**shape, final_logit_softcapping=2.0))
+            case "granite":
+                return transformers.GraniteForCausalLM(transformers.GraniteConfig(**shape, logits_scaling=4.0))
         raise AssertionError(kind)
 
     def folder(kind: str) -> Path:

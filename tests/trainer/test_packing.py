@@ -161,9 +161,9 @@ def test_a_model_that_cannot_be_packed_runs_alone(model_folder: Folder) -> None:
     torch.testing.assert_close(policy.hidden(alone) @ policy.head.T, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_capped_logits_are_refused(model_folder: Folder) -> None:
+def test_scaled_logits_are_refused(model_folder: Folder) -> None:
     with pytest.raises(BadInput, match="more than its LM head's product"):
-        Policy(model_folder("gemma2-capped"), device=CPU, compute=torch.float32)
+        Policy(model_folder("granite"), device=CPU, compute=torch.float32)
 
 
 def test_bfloat16_compute_is_close(model_folder: Folder) -> None:

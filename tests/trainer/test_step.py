@@ -16,6 +16,7 @@ from farflung.core.episode import EndReason, Episode
 from farflung.core.errors import BadInput, Corrupt
 from farflung.core.metrics import UpdateMetrics
 from farflung.corrections import Masked, Supports, candidate_loss
+from farflung.corrections.head import weight_gradient
 from farflung.trainer import Diverged, Trainer
 from tests.trainer.episodes import BF16, FP4, episode, load, random_group, trajectory
 
@@ -41,7 +42,8 @@ def expected_gradient(folder: Path, groups: list[list[Episode]]) -> tuple[dict[s
             supports = Supports(*(torch.from_numpy(a) for a in (t.supports.ids.astype(np.int64), t.supports.logprobs, t.supports.offsets)))  # fmt: skip
             loss, _ = candidate_loss(
                 hidden[at - 1], model.lm_head.weight, None, supports, torch.from_numpy(t.ids[at]).long(),
-                torch.full((len(at),), e.reward - mean), weight=Masked(0.5, 5.0), denominator=total,
+                torch.full((len(at),), e.reward - mean), weight=Masked(0.5, 5.0),
+                softcap=getattr(model.config, "final_logit_softcapping", None), denominator=total,
             )  # fmt: skip
             loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
@@ -49,7 +51,7 @@ def expected_gradient(folder: Path, groups: list[list[Episode]]) -> tuple[dict[s
     return grads, norm
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "llama-untied", "qwen3", "gemma2", "gemma2-capped"])
 @pytest.mark.parametrize("pack_tokens", [1, 60, 4096])
 def test_the_gradient_is_that_of_separate_passes(
     kind: str, pack_tokens: int, model_folder: Folder, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
@@ -71,6 +73,30 @@ def test_the_gradient_is_that_of_separate_passes(
     assert seen.keys() == want.keys()
     for name, grad in want.items():
         torch.testing.assert_close(seen[name], grad, rtol=1e-4, atol=1e-5 * norm)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-untied"])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_heads_gradient_is_added_up_in_place(
+    kind: str, recorded: bool, model_folder: Folder, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No pack makes a gradient of the head's size for autograd to add: neither over candidates nor over the vocabulary."""
+    folder = model_folder(kind)
+    groups = [random_group(load(folder), rng, group=0, top=8 if recorded else None)]
+    trainer = Trainer(folder, TrainConfig(pack_tokens=1))
+    made = []
+
+    def watched(weight: torch.Tensor, parameter: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert parameter is trainer.policy.head
+        target, returned = weight_gradient(weight, parameter)
+        made.append(returned)
+        return target, returned
+
+    for module in ("head", "vocabulary"):
+        monkeypatch.setattr(f"farflung.corrections.{module}.weight_gradient", watched)
+    trainer.step(groups)
+    assert len(made) > 1
+    assert all(each is None for each in made)
 
 
 def test_metrics_by_hand(model_folder: Folder, rng: np.random.Generator) -> None:

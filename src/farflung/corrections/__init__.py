@@ -15,6 +15,7 @@ from farflung.corrections.guards import Guards
 from farflung.corrections.head import candidate_logits
 from farflung.corrections.loss import candidate_loss, centred_loss, vocabulary_loss
 from farflung.corrections.supports import Supports, check_echo, check_sampled
+from farflung.corrections.vocabulary import vocabulary_log_probs
 from farflung.corrections.weights import (
     WEIGHTS,
     Clipped,
@@ -50,5 +51,6 @@ __all__ = [
     "group_advantages",
     "logit_gradient",
     "make_weight",
+    "vocabulary_log_probs",
     "vocabulary_loss",
 ]

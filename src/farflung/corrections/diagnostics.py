@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from farflung.corrections.centering import Coefficients
+from farflung.corrections.rows import wide
 from farflung.corrections.supports import Supports
 
 BAND = (0.2, 5.0)
@@ -170,15 +171,23 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 @torch.no_grad()
 def probe(
-    hidden: Tensor, head: Tensor, bias: Tensor | None, supports: Supports, temperature: float
+    hidden: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    supports: Supports,
+    *,
+    softcap: float | None = None,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Entropy of p over the whole vocabulary and its mass on the candidates, [rows] each, for a few rows.
 
     hidden [rows, d], head [V, d], bias [V]; makes logits [rows, V].
     """
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    logits = linear(hidden.to(dtype), head.to(dtype), None if bias is None else bias.to(dtype)) / temperature
-    log_p = logits.log_softmax(-1)
+    dtype = wide(hidden, head)
+    logits = linear(hidden.to(dtype), head.to(dtype), None if bias is None else bias.to(dtype))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_p = (logits / temperature).log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1), supports.sum(log_p[supports.rows, supports.ids].exp())
 
 

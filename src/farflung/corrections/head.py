@@ -1,4 +1,8 @@
-"""Logits of recorded candidates only: rows of the LM head are gathered, never the whole [tokens, vocabulary] product."""
+"""Logits of recorded candidates only: rows of the LM head are read where they lie, never a [tokens, vocabulary] product.
+
+The backward pass writes as little. A weight's gradient is as large as the weight, and a support touches a few thousand of
+its rows, so ``in_place`` adds those rows to ``weight.grad`` and makes no second matrix of that size.
+"""
 
 from __future__ import annotations
 
@@ -6,73 +10,88 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag
+from torch.autograd.function import once_differentiable
 
+from farflung.core.errors import BadInput
+from farflung.corrections.rows import add_bags, bags, dots
 from farflung.corrections.supports import Supports
 
-CHUNK = 1 << 22
-"""Gathered values per piece of work (candidates x width); it bounds the temporary memory to 2 x 16 MiB in float32."""
 
-
-class _CandidateLogits(torch.autograd.Function):
-    """hidden [N, d], weight [V, d], bias [V] or None -> logits [n] in at least float32."""
+class _CandidateProducts(torch.autograd.Function):
+    """hidden [N, d], weight [V, d], ids [n], offsets [N + 1] -> <hidden_t, weight_b> [n] in at least float32."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, rows: Tensor, offsets: Tensor
-    ) -> Tensor:
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        wide = hidden.to(dtype)
-        logits = torch.empty(len(ids), dtype=dtype, device=hidden.device)
-        step = max(1, CHUNK // hidden.shape[1])
-        for at in range(0, len(ids), step):
-            piece = slice(at, at + step)
-            gathered = weight.index_select(0, ids[piece]).to(dtype)
-            logits[piece] = (gathered * wide.index_select(0, rows[piece])).sum(-1)
-        if bias is not None:
-            logits += bias[ids]
-        ctx.save_for_backward(hidden, weight, bias, ids, rows, offsets)
-        return logits
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, offsets: Tensor, in_place: bool) -> Tensor:
+        ctx.save_for_backward(hidden, weight, ids, offsets)
+        # The parameter itself: checkpointing gives saved tensors back as copies that have no gradient of their own.
+        ctx.parameter = weight if in_place else None
+        return dots(hidden, weight, ids, offsets)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        """dhidden_t = sum of g_k W[id_k] over row t, dW[v] = sum of g_k hidden[row_k] over entries with id v.
-
-        Both are weighted bags of rows, summed in a fixed order.
-        """
-        (grad,) = grads
-        hidden, weight, bias, ids, rows, offsets = ctx.saved_tensors
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        dhidden = dweight = dbias = None
-        if need_hidden:
-            bags = _bags(weight, ids, offsets, grad)
-            dhidden = bags.to(hidden.dtype)
-        if need_weight or need_bias:
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        """dhidden_t = sum of g_k W[id_k] over row t, dW[v] = sum of g_k hidden[row_k] over entries with id v."""
+        hidden, weight, ids, offsets = ctx.saved_tensors
+        dhidden = dweight = None
+        if ctx.needs_input_grad[0]:
+            dhidden = bags(weight, ids, offsets, grad).to(hidden.dtype)
+        if ctx.needs_input_grad[1]:
+            target, dweight = weight_gradient(weight, ctx.parameter)
             order = torch.argsort(ids, stable=True)
             used, counts = torch.unique_consecutive(ids[order], return_counts=True)
-            starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        if need_weight:
-            dweight = torch.zeros_like(weight)
-            dweight[used] = _bags(hidden, rows[order], starts, grad[order]).to(weight.dtype)
-        if need_bias:
-            sums = _bags(grad[:, None], order, starts, torch.ones_like(grad))
-            dbias = torch.zeros_like(bias)
-            dbias[used] = sums.squeeze(1).to(bias.dtype)
-        return dhidden, dweight, dbias, None, None, None
+            ends = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+            owner = torch.repeat_interleave(offsets.diff())
+            add_bags(target, used, hidden, owner[order], ends, grad[order])
+        return dhidden, dweight, None, None, None
 
 
-def _bags(table: Tensor, entries: Tensor, offsets: Tensor, scale: Tensor) -> Tensor:
-    """Row t: the sum of scale_k * table[entries_k] over offsets[t] <= k < offsets[t+1]; [bags, d] in scale's dtype."""
-    if table.dtype != scale.dtype:
-        used, entries = torch.unique(entries, return_inverse=True)
-        table = table[used].to(scale.dtype)
-    return embedding_bag(entries, table, offsets, mode="sum", per_sample_weights=scale, include_last_offset=True)
+def candidate_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    supports: Supports,
+    *,
+    softcap: float | None = None,
+    in_place: bool = False,
+) -> Tensor:
+    """z = <hidden_t, weight_b> + bias_b for every candidate b of every row t: [n], float32 or wider.
 
+    hidden [N, d] and weight [V, d] of any float types, bias [V]; supports has N rows, of which some may be empty: their
+    hidden states are never read. With ``softcap`` c the logits are c tanh(z / c) (Gemma 2 report, section 2). Raises
+    BadInput on a CPU for ids outside the vocabulary; a GPU is not asked, since the answer would have to be waited for.
 
-def candidate_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, supports: Supports) -> Tensor:
-    """<hidden_t, weight_b> + bias_b for every candidate b of every row t: [n], float32 or wider.
-
-    hidden [rows, d] of any float dtype, weight [V, d]; gradients reach hidden, weight and bias.
+    Gradients reach hidden, weight and bias. ``in_place`` is for ``Tensor.backward``: the weight's gradient is added to
+    ``weight.grad`` row by row (which is made if it is None) and is not seen by ``torch.autograd.grad`` or by
+    DistributedDataParallel. It adds up with all that reaches the same parameter by other ways: further packs, other calls,
+    a tied embedding. Parameters with hooks, and tensors that were computed from others, get an ordinary gradient.
     """
-    logits: Tensor = _CandidateLogits.apply(hidden, weight, bias, supports.ids, supports.rows, supports.offsets)  # type: ignore[no-untyped-call]
-    return logits
+    if supports.ids.device.type == "cpu" and len(supports.ids):
+        low, high = map(int, supports.ids.aminmax())
+        if low < 0 or high >= len(weight):
+            raise BadInput(f"candidates {low}..{high} do not fit a vocabulary of {len(weight)}", where="supports")
+    logits: Tensor = _CandidateProducts.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, supports.ids, supports.offsets, in_place and takes_rows(weight)
+    )
+    if bias is not None:
+        logits = logits + bias.index_select(0, supports.ids).to(logits.dtype)
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def takes_rows(weight: Tensor) -> bool:
+    """Whether a gradient may go to ``weight.grad`` behind autograd's back: nobody waits for it on the way."""
+    return (
+        weight.is_leaf
+        and weight.requires_grad
+        and not weight._backward_hooks
+        and not weight._post_accumulate_grad_hooks
+    )
+
+
+def weight_gradient(weight: Tensor, parameter: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(where to add the weight's gradient, what to return to autograd): the parameter's own, or a new one of zeros."""
+    if parameter is None or (parameter.grad is not None and parameter.grad.layout != torch.strided):
+        target = torch.zeros_like(weight)
+        return target, target
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad, None

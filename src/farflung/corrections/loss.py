@@ -11,19 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, log_softmax
-from torch.utils.checkpoint import checkpoint
 
 from farflung.core.errors import BadInput
-from farflung.corrections.centering import Coefficients, coefficients, logit_gradient
+from farflung.corrections.centering import Coefficients, coefficients
 from farflung.corrections.diagnostics import TokenDiagnostics, probe
 from farflung.corrections.guards import Guards
 from farflung.corrections.head import candidate_logits
 from farflung.corrections.supports import Supports, check_sampled
+from farflung.corrections.vocabulary import vocabulary_log_probs
 from farflung.corrections.weights import Weight
-
-VOCABULARY_CHUNK = 1 << 24
-"""Logits in memory at once on the whole-vocabulary path."""
 
 
 class _SupportLoss(torch.autograd.Function):
@@ -51,24 +47,6 @@ class _SupportLoss(torch.autograd.Function):
         grad[slots] -= sampled
         grad *= (scale * (grads[0] / ctx.temperature))[rows]
         return grad, None, None, None, None, None, None
-
-
-class _SelectedLogProbs(torch.autograd.Function):
-    """Logits [rows, V] -> log p of the sampled tokens [rows], of the candidates [n], and (no gradient) entropy [rows]."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, sampled: Tensor, supports: Supports) -> tuple[Tensor, Tensor, Tensor]:
-        log_p = log_softmax(logits, -1)
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        ctx.save_for_backward(log_p, sampled)
-        ctx.supports = supports
-        ctx.mark_non_differentiable(entropy)
-        return log_p.gather(1, sampled[:, None]).squeeze(1), log_p[supports.rows, supports.ids], entropy
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        log_p, sampled = ctx.saved_tensors
-        return logit_gradient(log_p, sampled, ctx.supports, grads[0], grads[1]), None, None
 
 
 def centred_loss(
@@ -105,29 +83,37 @@ def candidate_loss(
     *,
     weight: Weight,
     centering: bool = True,
+    softcap: float | None = None,
     temperature: float = 1.0,
     denominator: float | Tensor,
     guards: Guards | None = None,
     sequences: Tensor | None = None,
     staleness: Tensor | None = None,
     probes: int = 0,
+    in_place: bool = False,
 ) -> tuple[Tensor, TokenDiagnostics]:
     """Loss [] straight from hidden states with "top_p" supports, with what each token measured.
 
     hidden [N, d] predicts sampled [N] int; head [V, d] and bias [V] are the LM head; supports has N rows; advantages [N];
     denominator: one number, or [N]. Rows with one candidate or no advantage have no gradient and are never computed.
     guards need sequences [N] int64 and, for ``max_staleness``, staleness [N]. At about ``probes`` evenly spaced tokens the
-    whole vocabulary is looked at too (TokenDiagnostics.vocabulary_entropy, head_p). Raises BadInput.
+    whole vocabulary is looked at too (TokenDiagnostics.vocabulary_entropy, head_p). ``softcap`` and ``in_place`` are as for
+    ``candidate_logits``. Raises BadInput.
     """
     _check_numbers(temperature, denominator)
     _check_rows(hidden, sampled, advantages, supports, "top_p")
     sampled = sampled.to(torch.int64)
     supports.check(sampled, len(head))
     measured = advantages != 0
-    live = torch.nonzero((supports.sizes > 1) & measured).squeeze(1)
+    alive = (supports.sizes > 1) & measured
+    live = torch.nonzero(alive).squeeze(1)
     chosen = supports.select(live)
     slots = chosen.find(sampled[live])
-    logits = candidate_logits(hidden.index_select(0, live), head, bias, chosen)
+    # The head reads hidden states where they are: the same entries, with the other rows empty.
+    offsets = torch.zeros_like(supports.offsets)
+    torch.cumsum(torch.where(alive, supports.sizes, 0), 0, out=offsets[1:])
+    spread = Supports(chosen.ids, chosen.logprobs, offsets)
+    logits = candidate_logits(hidden, head, bias, spread, softcap=softcap, in_place=in_place)
     log_p = chosen.log_softmax(logits.detach() / temperature)
     log_q = chosen.logprobs[slots].to(log_p.dtype)
     found = coefficients(log_p, log_p[slots], chosen, log_q, advantages[live], weight)
@@ -137,7 +123,8 @@ def candidate_loss(
     diagnostics.fill(live, log_p, chosen, log_p[slots], log_q, found, entropy)
     if probes and (measured_rows := torch.nonzero(measured).squeeze(1)).numel():
         at = measured_rows[:: 1 + len(measured_rows) // probes]
-        full = probe(hidden.detach().index_select(0, at), head, bias, supports.select(at), temperature)
+        states = hidden.detach().index_select(0, at)
+        full = probe(states, head, bias, supports.select(at), softcap=softcap, temperature=temperature)
         diagnostics.vocabulary_entropy[at], diagnostics.head_p[at] = full
     scale = _scale(every, denominator, diagnostics, guards, sequences, staleness)[live]
     if not centering:
@@ -156,17 +143,20 @@ def vocabulary_loss(
     supports: Supports | None = None,
     weight: Weight,
     centering: bool = True,
+    softcap: float | None = None,
     temperature: float = 1.0,
     denominator: float | Tensor,
     guards: Guards | None = None,
     sequences: Tensor | None = None,
     staleness: Tensor | None = None,
+    in_place: bool = False,
 ) -> tuple[Tensor, TokenDiagnostics]:
     """Loss [] for tokens drawn from the whole vocabulary, of which logprobs [N] of the sampled ones were recorded.
 
     supports: "top_k" heads of N rows, which the modelled tail completes; without them the expectation under q is unknown
-    and nothing is centred: the update is A w_a s_a. Everything else is as in ``candidate_loss``. Logits exist for a chunk
-    of rows at a time and are computed again in the backward pass.
+    and nothing is centred: the update is A w_a s_a. Rows without advantage have no gradient and are never computed.
+    Everything else is as in ``candidate_loss``. Logits exist for a chunk of rows at a time and are computed again in the
+    backward pass.
     """
     _check_numbers(temperature, denominator)
     _check_rows(hidden, sampled, advantages, supports, "top_k")
@@ -176,19 +166,14 @@ def vocabulary_loss(
         supports = Supports.blank(len(sampled), hidden.device)
     else:
         supports.check(sampled, len(head))
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
     measured = advantages != 0
     live = torch.nonzero(measured).squeeze(1)
     chosen = supports.select(live)
-    parts = [
-        checkpoint(
-            _vocabulary_log_p, hidden.index_select(0, rows), head, bias, sampled[rows], supports.select(rows), temperature,
-            use_reentrant=False,
-        )
-        for rows in torch.split(live, max(1, VOCABULARY_CHUNK // len(head)))
-    ]  # fmt: skip
-    log_p_sampled, log_p, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
-    log_q, every = logprobs[live].to(dtype), advantages.to(dtype)
+    log_p_sampled, log_p, entropy = vocabulary_log_probs(
+        hidden.index_select(0, live), head, bias, sampled[live], chosen,
+        softcap=softcap, temperature=temperature, in_place=in_place,
+    )  # fmt: skip
+    log_q, every = logprobs[live].to(log_p.dtype), advantages.to(log_p.dtype)
     found = coefficients(log_p.detach(), log_p_sampled.detach(), chosen, log_q, advantages[live], weight)
     diagnostics = TokenDiagnostics.blank(measured, supports.sizes, _weight_of_one(weight, every))
     diagnostics.fill(live, log_p.detach(), chosen, log_p_sampled.detach(), log_q, found, entropy)
@@ -206,15 +191,6 @@ def _check_numbers(temperature: float, denominator: float | Tensor) -> None:
         denominator = float(denominator.min()) if denominator.numel() else 0.0
     if not denominator > 0:
         raise BadInput(f"the denominator is {denominator:g}; a batch needs action tokens", where="loss")
-
-
-def _vocabulary_log_p(
-    hidden: Tensor, head: Tensor, bias: Tensor | None, sampled: Tensor, supports: Supports, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    logits = linear(hidden.to(dtype), head.to(dtype), None if bias is None else bias.to(dtype)) / temperature
-    result: tuple[Tensor, Tensor, Tensor] = _SelectedLogProbs.apply(logits, sampled, supports)  # type: ignore[no-untyped-call]
-    return result
 
 
 def _support_loss(*args: Any) -> Tensor:

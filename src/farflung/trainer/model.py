@@ -30,7 +30,7 @@ transformers.AttentionInterface.register(NAME, packed_attention)
 
 
 class Policy:
-    """``hidden`` gives last hidden states of a pack; ``head`` and ``bias`` are the LM head that the losses read."""
+    """``hidden`` gives last hidden states of a pack; ``head``, ``bias`` and ``softcap`` are the LM head that losses read."""
 
     def __init__(
         self, folder: str | Path, *, device: torch.device, compute: torch.dtype, gradient_checkpointing: bool = False
@@ -49,6 +49,7 @@ class Policy:
             raise BadInput(f"{type(self.model).__name__} has no linear LM head", where=str(self.folder))
         self.head: Tensor = output.weight
         self.bias: Tensor | None = output.bias
+        self.softcap: float | None = getattr(self.config.get_text_config(), "final_logit_softcapping", None)
         self.packs = self._check()
 
     @property
@@ -101,7 +102,7 @@ class Policy:
 
     @torch.no_grad()
     def _check(self) -> bool:
-        """Whether packing gives what single passes give. Raises BadInput if the LM head is more than a linear layer.
+        """Whether packing gives what single passes give. Raises BadInput if the logits are not the LM head's product.
 
         Three short sequences, two with a common beginning, go through the model as it comes and then as one pack: models
         that mix tokens other than by attention, or whose attention has terms of its own, are found out here.
@@ -116,11 +117,13 @@ class Policy:
                 out = self.model(input_ids=tokens, use_cache=False)
                 alone.append(self.decoder(input_ids=tokens, use_cache=False).last_hidden_state[0])
                 product = nn.functional.linear(alone[-1], self.head, self.bias)
+            if self.softcap is not None:
+                product = self.softcap * torch.tanh(product / self.softcap)
             if not self._close(product, out.logits[0]):
                 raise BadInput(
                     f"the logits of {type(self.model).__name__} are more than its LM head's product",
                     where=str(self.folder),
-                    mend="models with scaled or soft-capped logits cannot be trained yet",
+                    mend="models with scaled logits cannot be trained yet",
                 )
         (one,) = pack(sequences, [0, 0, 0], 1 << 20, self.device)
         before = self.model.config._attn_implementation

@@ -190,11 +190,13 @@ class Trainer:
         how: dict[str, Any] = {
             "weight": self._weight,
             "centering": self.train.centering,
+            "softcap": self.policy.softcap,
             "temperature": self.temperature,
             "denominator": targets.denominators,
             "guards": self._guards,
             "sequences": targets.sequences,
             "staleness": self.version - targets.versions,
+            "in_place": True,
         }
         if targets.supports is None:
             return vocabulary_loss(hidden, head, bias, targets.sampled, targets.logprobs, targets.advantages, **how)
