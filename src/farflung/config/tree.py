@@ -46,7 +46,7 @@ class ModelConfig(Section):
 
 class TasksConfig(Section):
     train: str = "builtin:repair/train"
-    """A task file (JSON lines) to learn from; builtin:NAME is a packaged one."""
+    """A task file (JSON lines) to learn from, named as seen from where the command runs; builtin:NAME is a packaged one."""
     heldout: str = "builtin:repair/heldout"
     """A task file for evaluation; no task may stand in both."""
     limit: Positive | None = None
