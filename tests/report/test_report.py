@@ -261,3 +261,5 @@ def test_scores_take_what_was_measured() -> None:
     assert (score.before, score.after, score.gain) == ("50 %", "", "")
     [score] = scores({"before": {"pass1": half}, "after": {"pass1": half | {"mean": 0.25}}})
     assert (score.before, score.after, score.gain) == ("50 %", "25 %", "−25")
+    [score] = scores({"before": {"pass1": half}, "after": {"pass1": half | {"tasks": 2}}})
+    assert score.gain == ""  # other tasks: no difference can be told

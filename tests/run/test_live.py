@@ -44,6 +44,11 @@ def test_before_the_first_update_nothing_is_promised() -> None:
     assert "first update under way" in text(render(fresh))
 
 
+def test_time_left_is_at_the_pace_since_the_run_was_gone_on_with() -> None:
+    assert replace(SNAPSHOT, update=3, first=1).left == 15.0
+    assert replace(SNAPSHOT, update=3, first=3).left is None
+
+
 def test_elsewhere_there_is_one_line_for_an_update() -> None:
     console = Console(file=io.StringIO(), width=200)
     view = PlainView(console)
@@ -55,7 +60,7 @@ def test_elsewhere_there_is_one_line_for_an_update() -> None:
     lines = file.getvalue().splitlines()
     assert lines[0] == "  process died: nvfp4-0"
     assert [line.split("]")[1].split()[1] for line in lines[1:]] == ["1/4", "2/4"]
-    assert "reward 0.500  kl nvfp4:0.0125  staleness 1.5" in lines[1]
+    assert "reward 0.500  kl nvfp4:1.3e-02  staleness 1.5" in lines[1]
 
 
 def test_a_terminal_gets_the_live_view() -> None:

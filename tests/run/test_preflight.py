@@ -53,9 +53,16 @@ def test_a_sound_task_is_proven_once(tmp_path: Path) -> None:
 
 
 def test_a_task_whose_tests_pass_before_the_fix_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"task repair-\S+: its tests pass before the fix"):
+    with pytest.raises(BadInput, match=r"train.jsonl, task repair-\S+: its tests pass before the fix"):
         preflight(space(tmp_path, tasks=own_tasks(tmp_path, sound=False)), QUIET)
     assert not (tmp_path / "cache" / "farflung" / "proven").exists()
+
+
+def test_a_cache_that_cannot_be_written_costs_only_another_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    assert preflight(space(tmp_path, tasks=own_tasks(tmp_path, sound=True)), QUIET).train_tasks
 
 
 def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:

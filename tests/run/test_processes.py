@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from farflung.core.errors import BadInput
 from farflung.run import processes as module
 from farflung.run.processes import Processes, Program
 
@@ -110,4 +111,14 @@ async def test_slow_deaths_count_until_the_run_gets_on(programs: Programs, monke
             await asyncio.sleep(0.01)
     assert not await programs.processes.ended("bad", 30)
     assert "bad died 3 times" in str(programs.processes.failed)
+    await programs.processes.stop()
+
+
+async def test_what_is_given_wrong_input_is_not_started_again(programs: Programs) -> None:
+    await programs.start("bad", "import sys\nprint('error: no such model')\nsys.exit(2)\n")
+    assert not await programs.processes.ended("bad", 30)
+    assert isinstance(programs.processes.failed, BadInput)
+    assert "no such model" in str(programs.processes.failed)
+    assert programs.starts("bad") == 1
+    assert programs.events == []
     await programs.processes.stop()

@@ -22,9 +22,17 @@ def test_what_was_made_opens_again(tmp_path: Path) -> None:
     assert stat.S_IMODE(made.token_file.stat().st_mode) == 0o600
     assert len(made.token) >= 32
     assert sorted(path.name for path in made.path.iterdir()) == ["recipe.json", "token"]
+    Ledger(made.path).close()
     with pytest.raises(BadInput, match="a run is here already"):
         Workspace.create(tmp_path / "a run", Recipe())
     assert Workspace.open(tmp_path / "a run") == made
+
+
+def test_a_run_that_never_began_is_made_anew_with_another_recipe(tmp_path: Path) -> None:
+    """Its input was wrong: the mended recipe may take the same folder."""
+    Workspace.create(tmp_path, Recipe(tasks=TasksConfig(train="/wrong.jsonl")))
+    Workspace.create(tmp_path, Recipe(tasks=TasksConfig(train="/right.jsonl")))
+    assert Workspace.open(tmp_path).recipe.tasks.train == "/right.jsonl"
 
 
 def test_a_run_that_was_killed_while_it_was_made_is_made_anew(tmp_path: Path) -> None:

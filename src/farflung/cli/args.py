@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -46,9 +47,16 @@ def nearest(word: str, valid: Iterable[str], cutoff: float = 0.5) -> str:
 
 
 def check_output(path: Path | None, flag: str) -> None:
-    """Better now than after an hour: raises BadInput if a file that is written at the end has no folder."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise BadInput(f"the folder {path.parent} is not there", where=f"{flag} {path}", mend="make it first")
+    """Better now than after an hour: raises BadInput if a file that is written at the end cannot be."""
+    if path is None:
+        return
+    folder, where = path.absolute().parent, f"{flag} {path}"
+    if not folder.is_dir():
+        raise BadInput(f"the folder {path.parent} is not there", where=where, mend="make it first")
+    if path.is_dir():
+        raise BadInput("it is a folder", where=where, mend="give the name of a file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise BadInput("it cannot be written", where=where, mend="give another file")
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], Overrides]:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from farflung.evaluation.held_out import EvalResult
 
 DESCRIPTION = """Measure how many held-out tasks a policy solves: every task several times, sampled from the whole vocabulary at
-temperature 1, weights and cache in BF16. A run's result is recorded in its ledger and shown in its report."""
+temperature 1, weights and cache in BF16. A run's result is recorded in its ledger and shown in its report, unless
+keys of the recipe are changed for it."""
 EXAMPLES = """  farflung eval runs/my                              the policy that the run made
   farflung eval runs/my --start                      the one that it started from
   farflung eval builtin:repair-1m --eval.tasks 20    a packaged policy
@@ -70,13 +71,17 @@ def _run(folder: Path, start: bool, overrides: Overrides) -> EvalResult:
         )
     name = "before" if start else "after"
     recipe = override_recipe(space.recipe, overrides)
+    console = Console(stderr=True)
     ledger = Ledger(folder)  # a damaged one is better found before the measuring
     try:
         result = evaluate_policy(
             model, recipe, load_tasks(recipe.tasks.heldout), token_file=space.token_file, logs=folder / "logs", name=name,
-            console=Console(stderr=True),
+            console=console,
         )  # fmt: skip
-        ledger.add_evaluation(name, result.to_dict())
+        if recipe == space.recipe:
+            ledger.add_evaluation(name, result.to_dict())
+        else:
+            console.print("not recorded: measured in another way than the run's recipe says")
     finally:
         ledger.close()
     draw_report(folder)

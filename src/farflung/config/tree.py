@@ -27,7 +27,8 @@ class RunConfig(Section):
     updates: Positive = 20
     """Optimiser steps to make."""
     minutes: Seconds | None = None
-    """Stop cleanly after the update during which this much wall time has passed, even if updates are left."""
+    """Stop cleanly after the update during which this much wall time has passed since the start (or since the run was gone on
+    with), even if updates are left."""
     sync: bool = False
     """Sample, then train, in turns (for comparison). Otherwise both go on at the same time."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
@@ -45,7 +46,7 @@ class ModelConfig(Section):
 
 class TasksConfig(Section):
     train: str = "builtin:repair/train"
-    """A task file (JSON lines) to learn from; builtin:NAME is a packaged one."""
+    """A task file (JSON lines) to learn from, named as seen from where the command runs; builtin:NAME is a packaged one."""
     heldout: str = "builtin:repair/heldout"
     """A task file for evaluation; no task may stand in both."""
     limit: Positive | None = None

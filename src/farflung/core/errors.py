@@ -45,4 +45,7 @@ def disk_full(error: BaseException) -> bool:
     return type(error).__module__ == "sqlite3" and "full" in str(error)
 
 
+BAD_INPUT_CODE = 2
+"""What a program ends with when its input is wrong, so that whoever started it does not start it again."""
+
 DISK_FULL = "the disk is full"

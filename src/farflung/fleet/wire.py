@@ -40,7 +40,8 @@ def read_token(path: Path | str | None = None) -> str:
         try:
             token, where = Path(path).read_text().strip(), str(path)
         except (OSError, UnicodeDecodeError) as error:
-            raise BadInput(f"cannot read the token: {type(error).__name__}", where=str(path)) from None
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise BadInput(f"cannot read the token: {why}", where=str(path)) from None
     else:
         token, where = os.environ.get(TOKEN_VARIABLE, "").strip(), TOKEN_VARIABLE
     if not token:

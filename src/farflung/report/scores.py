@@ -48,7 +48,7 @@ def _mark(estimate: Mapping[str, Any] | None) -> _Mark | None:
 
 def _score(label: str, before: _Mark | None, after: _Mark | None) -> Score:
     gain = ""
-    if before and after:
+    if before and after and before.tasks == after.tasks:
         points = 100 * (after.mean - before.mean)
         gain = f"{'+' if points >= 0 else '−'}{abs(points):.0f}"
     errors = " and ".join(f"{100 * mark.se:.1f}" for mark in (before, after) if mark)

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from farflung.agents.dialect import Dialect
 from farflung.config import Recipe
-from farflung.core.errors import InfraError
+from farflung.core.errors import FarflungError, InfraError
 from farflung.core.task import Task
 from farflung.evaluation.held_out import EvalResult, evaluate
 from farflung.fleet import wire
@@ -48,25 +48,29 @@ def evaluate_policy(
 
 def evaluate_model(model: Path, recipe: Recipe, tasks: Sequence[Task], *, name: str, console: Console) -> EvalResult:
     """The same for a model that belongs to no run. If it fails, the sampler's log stays, and the error says where."""
-    folder = Path(tempfile.mkdtemp(prefix="farflung-eval-"))
-    token = folder / "token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_urlsafe(24))
+    logs = Path(tempfile.mkdtemp(prefix="farflung-eval-logs-"))
+    kept = False
     try:
-        result = evaluate_policy(
-            model, recipe, tasks, token_file=token, logs=folder / "logs", name=name, console=console
-        )
-    except InfraError:
-        token.unlink()
+        with tempfile.TemporaryDirectory(prefix="farflung-eval-") as folder:
+            token = Path(folder) / "token"
+            token.touch(mode=0o600)
+            token.write_text(secrets.token_urlsafe(24))
+            return evaluate_policy(model, recipe, tasks, token_file=token, logs=logs, name=name, console=console)
+    except FarflungError as error:
+        kept = any(logs.iterdir())
+        if kept and str(logs) not in str(error):
+            error.mend = f"{error.mend}\n  the sampler's log is in {logs}".strip()
         raise
-    shutil.rmtree(folder)
-    return result
+    finally:
+        if not kept:
+            shutil.rmtree(logs)
 
 
 async def _evaluate(
     model: Path, recipe: Recipe, tasks: Sequence[Task], token_file: Path, logs: Path, name: str, console: Console,
     meter: Meter,
 ) -> EvalResult:  # fmt: skip
+    dialect = Dialect.load(model, recipe.model.tool_format)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     token = wire.read_token(token_file)
@@ -93,7 +97,7 @@ async def _evaluate(
                     tasks,
                     sampler=sampler,
                     factory=open_factory(recipe.sandbox),
-                    dialect=Dialect.load(model, recipe.model.tool_format),
+                    dialect=dialect,
                     agent=recipe.agent,
                     sandbox=recipe.sandbox,
                     config=recipe.eval,

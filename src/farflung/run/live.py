@@ -47,13 +47,13 @@ class Snapshot:
     recent_reward: float
     note: str = ""
     formats: Mapping[str, str] = field(default_factory=dict)
+    first: int = 0  # updates that were made before this start of the run
 
     @property
     def left(self) -> float | None:
-        """Seconds to go at the pace so far; None before the first update."""
-        if not self.history:
-            return None
-        return self.elapsed / len(self.history) * (self.updates - self.update)
+        """Seconds to go at the pace since this start of the run; None before its first update."""
+        made = self.update - self.first
+        return self.elapsed / made * (self.updates - self.update) if made else None
 
 
 class View(Protocol):
@@ -85,7 +85,7 @@ class PlainView:
         last = snapshot.history[-1] if snapshot.history else None
         numbers = ""
         if last is not None:
-            kls = " ".join(f"{name}:{stats.kl:.4f}" for name, stats in last.pools.items())
+            kls = " ".join(f"{name}:{stats.kl:.1e}" for name, stats in last.pools.items())
             numbers = f" reward {last.all.reward:.3f}  kl {kls}  staleness {last.all.staleness:.1f}"
         left = "" if snapshot.left is None else f"  {_clock(snapshot.left)} left"
         self._console.print(

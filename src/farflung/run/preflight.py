@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -52,16 +53,22 @@ def preflight(space: Workspace, console: Console) -> Checked:
 def _prove(name: str, tasks: Sequence[Task], factory: SandboxFactory, recipe: Recipe, console: Console) -> None:
     """Every task's tests must fail before its fix and pass after it. Each is proven once on a machine, not in each run."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "farflung" / "proven"
-    known = set(cache.read_text().split()) if cache.is_file() else set()
+    known: set[str] = set()
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # no cache, or none that can be read: prove them again
+        known.update(cache.read_text().split())
     left = [task for task in tasks if _fingerprint(task) not in known]
     if not left:
         return
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bars:
         bar = bars.add_task(f"proving the tasks of {name}", total=len(left))
-        asyncio.run(validate(left, factory, recipe.sandbox, progress=lambda done: bars.update(bar, completed=done)))
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    with cache.open("a") as file:
-        file.writelines(f"{_fingerprint(task)}\n" for task in left)
+        try:
+            asyncio.run(validate(left, factory, recipe.sandbox, progress=lambda done: bars.update(bar, completed=done)))
+        except BadInput as error:
+            raise BadInput(error.what, where=f"{name}, {error.where}", mend=error.mend) from None
+    with contextlib.suppress(OSError):  # where nothing can be kept they are proven in every run
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with cache.open("a") as file:
+            file.writelines(f"{_fingerprint(task)}\n" for task in left)
 
 
 def _fingerprint(task: Task) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from farflung.core.errors import InfraError
+from farflung.core.errors import BAD_INPUT_CODE, BadInput, FarflungError, InfraError
 
 CRASHES = 5
 CRASH_WINDOW = 60.0
@@ -66,7 +66,7 @@ class Processes:
         self._children: dict[str, _Child] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._progress = time.monotonic()
-        self.failed: InfraError | None = None
+        self.failed: FarflungError | None = None
 
     def progressed(self) -> None:
         """The work as a whole gets on: what died before and came back is forgiven."""
@@ -135,6 +135,12 @@ class Processes:
             if code == 0:
                 return
             now = time.monotonic()
+            if code == BAD_INPUT_CODE and not child.crashes:  # it would only say so again
+                self.failed = BadInput(
+                    f"{name} cannot work with what it was given; its last words:\n{self.log_tail(name)}",
+                    mend=f"see {self._logs / name}.log",
+                )
+                return
             since = min(now - CRASH_WINDOW, self._progress)
             child.crashes = [at for at in child.crashes if at > since] + [now]
             self._event("process_died", f"{name} ended with {_describe(code)}")

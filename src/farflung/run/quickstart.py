@@ -54,6 +54,7 @@ def quickstart(recipe: Recipe, run_dir: Path, *, console: Console, summary: Path
         console.print(f"{name} training: pass@1 {result.pass_at(1)}, pass@4 {result.pass_at(4)} (held-out tasks)")
         return result
 
+    before: EvalResult | None = None
     try:
         before = measure("before", space.model)
         outcome = train(space, console=console, meter=meter)
@@ -62,7 +63,8 @@ def quickstart(recipe: Recipe, run_dir: Path, *, console: Console, summary: Path
         after = measure("after", space.policy)
     except KeyboardInterrupt:
         quoted = shlex.quote(str(run_dir))
-        mend = f"go on: farflung train --resume {quoted}, then farflung eval {quoted}"
+        start = f"farflung eval {quoted} --start, " if before is None else ""
+        mend = f"go on: {start}farflung train --resume {quoted}, then farflung eval {quoted}"
         raise Stopped("stopped by hand", where=str(run_dir), mend=mend) from None
     result = summarise(space, before, after) | {
         "wall_s": round(time.monotonic() - began, 1),

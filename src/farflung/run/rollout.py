@@ -27,7 +27,7 @@ from farflung.agents.dialect import Dialect
 from farflung.agents.harness import Dropped, run_episode, sampling_params
 from farflung.config import Recipe
 from farflung.core.episode import DropCause, Episode
-from farflung.core.errors import BadInput, FarflungError, InfraError
+from farflung.core.errors import BAD_INPUT_CODE, BadInput, FarflungError, InfraError
 from farflung.core.process import patience
 from farflung.core.task import Task
 from farflung.fleet import process, wire
@@ -271,7 +271,8 @@ def main() -> None:
     except RunOver:
         pass
     except FarflungError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(BAD_INPUT_CODE if isinstance(error, BadInput) else 1)
 
 
 if __name__ == "__main__":

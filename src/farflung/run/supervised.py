@@ -106,7 +106,7 @@ def _loss(model: Any, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     causal attention never looks."""
     length = max(len(ids) for ids, _ in samples)
     ids = torch.zeros(len(samples), length, dtype=torch.long)
-    roles = torch.full((len(samples), length), Role.MISTAKE, dtype=torch.int8)
+    roles = torch.full((len(samples), length), Role.MISTAKE, dtype=torch.int8)  # so padding counts for nothing either
     for row, (tokens, each) in enumerate(samples):
         ids[row, : len(tokens)] = torch.from_numpy(tokens)
         roles[row, : len(tokens)] = torch.from_numpy(each)

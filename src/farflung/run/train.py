@@ -85,6 +85,7 @@ class _Run:
         self._router = ""
         self._stop = asyncio.Event()
         self._began = time.monotonic()
+        self._first = self._ledger.last_update()
 
     async def go(self) -> Outcome:
         loop = asyncio.get_running_loop()
@@ -233,6 +234,7 @@ class _Run:
             recent_reward=status["reward"],
             note=self._note,
             formats={pool.name: f"{pool.weights}, kv {pool.kv}" for pool in self._recipe.pools},
+            first=self._first,
         )
 
     def _pool_view(self, name: str) -> PoolView:

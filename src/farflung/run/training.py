@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from farflung.config import Recipe
-from farflung.core.errors import DISK_FULL, Corrupt, FarflungError, InfraError, disk_full
+from farflung.core.errors import BAD_INPUT_CODE, DISK_FULL, BadInput, Corrupt, FarflungError, InfraError, disk_full
 from farflung.core.metrics import UpdateMetrics
 from farflung.fleet import process, wire
 from farflung.run.client import RunClient, RunOver
@@ -130,4 +131,5 @@ if __name__ == "__main__":
     try:
         main()
     except FarflungError as error:
-        raise SystemExit(f"error: {error}") from None
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(BAD_INPUT_CODE if isinstance(error, BadInput) else 1)

@@ -18,6 +18,7 @@ from farflung.core.errors import BadInput, Corrupt
 from farflung.fleet import wire
 from farflung.tasks.files import BUILTIN
 
+LEDGER = "ledger.sqlite"
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
@@ -50,8 +51,9 @@ class Workspace:
 
     @staticmethod
     def create(path: Path, recipe: Recipe) -> Workspace:
-        """A new run. Raises BadInput if one is here already or the model cannot be found."""
-        if (path / "recipe.json").exists():
+        """A new run. Raises BadInput if one is here already or the model cannot be found. One that never began (its input
+        was wrong) has no ledger, and is made anew."""
+        if (path / "recipe.json").exists() and (path / LEDGER).exists():
             raise BadInput(
                 "a run is here already",
                 where=str(path),

@@ -29,7 +29,9 @@ def load_tasks(name: str) -> list[Task]:
             raw = zstandard.ZstdDecompressor().decompress(raw, max_output_size=MAX_BYTES)
         lines = raw.decode().split("\n")  # splitlines would also split at characters that JSON allows in texts
     except (OSError, zstandard.ZstdError, UnicodeDecodeError) as error:
-        raise BadInput(f"cannot read the tasks: {error}", where=str(path)) from None
+        why = error.strerror if isinstance(error, OSError) else error
+        mend = "give the path of a task file, as seen from here, or builtin:SET/SPLIT"
+        raise BadInput(f"cannot read the tasks: {why}", where=str(path), mend=mend) from None
     tasks = [_task(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not tasks:
         raise BadInput("it holds no tasks", where=str(path))
