@@ -1,10 +1,10 @@
 """An ablation's folder: the recipe, the first policy, and one file of rows per run.
 
-    recipe.json             what every run follows
-    start.safetensors       the first policy, the same for all runs
-    runs/FLEET-METHOD-SEED.jsonl   one row per update; complete when the last update is there
-    logs/                   what a run's process said
-    report.html
+recipe.json             what every run follows
+start.safetensors       the first policy, the same for all runs
+runs/FLEET-METHOD-SEED.jsonl   one row per update; complete when the last update is there
+logs/                   what a run's process said
+report.html
 """
 
 from __future__ import annotations
@@ -102,11 +102,20 @@ class Folder:
             return [UpdateMetrics.from_dict(json.loads(line)) for line in lines]
         except (ValueError, KeyError, TypeError) as error:
             raise Corrupt(
-                f"line cannot be read: {error!r:.200}", where=str(self.rows_file(run)), mend="delete it; it is made anew"
+                f"line cannot be read: {error!r:.200}",
+                where=str(self.rows_file(run)),
+                mend="delete it; it is made anew",
             ) from None
 
+    def count(self, run: Run) -> int:
+        """How many updates the run has made."""
+        try:
+            return self.rows_file(run).read_bytes().count(b"\n")
+        except FileNotFoundError:
+            return 0
+
     def complete(self, run: Run) -> bool:
-        return len(self.rows(run)) == self.recipe.ablation.updates
+        return self.count(run) == self.recipe.ablation.updates
 
     def found(self) -> Iterator[tuple[Run, list[UpdateMetrics]]]:
         """Every run that has made an update, arm after arm and seed after seed."""

@@ -132,7 +132,7 @@ class Decoder:
         x = F.embedding(ids + offsets, self.embedding.flatten(0, 1))
         turn = _rotation(past, count, self.shape.width // heads)
         for number, layer in enumerate(self.layers):
-            parts = _linear(_norm(x, layer.norm), layer.qkv).unflatten(-1, (3, heads, -1))
+            parts = _linear(_norm(x, layer.norm), layer.qkv).view(*ids.shape, 3, heads, -1)
             query, key, value = parts.permute(3, 0, 1, 4, 2, 5)  # each [copies, n, heads, t, head_dim]
             query, key = _rotate(query, turn), _rotate(key, turn)
             if cache is not None:
@@ -140,7 +140,7 @@ class Decoder:
             mixed = F.scaled_dot_product_attention(
                 query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), is_causal=past == 0
             )
-            x = x + _linear(mixed.transpose(1, 2).flatten(2).unflatten(0, (copies, -1)), layer.out)
+            x = x + _linear(mixed.transpose(1, 2).reshape(*ids.shape, -1), layer.out)
             gate, up = _linear(_norm(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
             x = x + _linear(F.silu(gate) * up, layer.down)
         if cache is not None:
@@ -153,7 +153,8 @@ class Decoder:
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.bmm(x.flatten(1, 2), weight.mT).unflatten(1, x.shape[1:3])
+    """x [copies, n, t, in], weight [copies, out, in] -> [copies, n, t, out]."""
+    return torch.bmm(x.flatten(1, 2), weight.mT).view(*x.shape[:3], -1)
 
 
 def _norm(x: Tensor, gain: Tensor) -> Tensor:

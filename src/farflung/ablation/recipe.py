@@ -112,7 +112,9 @@ class AblationRecipe(Section):
             if not names or len(set(names)) != len(names):
                 raise ValueError(f"{fleet} needs at least one entry and different names, not {names}")
             if self.train.groups * self.train.group_size % len(names):
-                raise ValueError(f"train.groups x train.group_size do not divide among the {len(names)} pools of {fleet}")
+                raise ValueError(
+                    f"train.groups x train.group_size do not divide among the {len(names)} pools of {fleet}"
+                )
         low, high = self.train.band
         if not 0 < low < high:
             raise ValueError(f"train.band is [{low}, {high}]; it needs 0 < low < high")

@@ -84,7 +84,9 @@ class Sorting:
         answer = turn.repeat(1, self.attempts)[:, : self.answer_tokens]
         place = torch.arange(self.answer_tokens)
         solved = torch.randint(self.attempts, (count, 1), generator=generator)
-        slips = torch.randint(self.length, (count, self.attempts), generator=generator).repeat_interleave(self.turn_tokens, 1)
+        slips = torch.randint(self.length, (count, self.attempts), generator=generator).repeat_interleave(
+            self.turn_tokens, 1
+        )
         slipped = (place // self.turn_tokens < solved) & (place % self.turn_tokens == slips[:, : self.answer_tokens])
         noise = torch.randint(self.symbols, answer.shape, generator=generator)
         imitated = (place // self.turn_tokens == solved) & (place % self.turn_tokens <= self.length)

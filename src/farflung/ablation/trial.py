@@ -23,6 +23,7 @@ def run_arm(recipe: AblationRecipe, arm: Arm, seed: int, start: dict[str, Tensor
     shape = Shape.of(recipe.model, task.vocabulary)
     pools = recipe.mixed if arm.fleet == "mixed" else recipe.homogeneous
     names = [pool.name for pool in pools]
+    top_p = recipe.sampling.top_p if arm.top_p else 1.0
     generator = torch.Generator().manual_seed(seed)
     trainer = Trainer(recipe, arm, shape, task, start)
     waiting: deque[Batch] = deque()
@@ -30,21 +31,18 @@ def run_arm(recipe: AblationRecipe, arm: Arm, seed: int, start: dict[str, Tensor
         policy = served(trainer.weights, shape, pools)
         while len(waiting) <= recipe.train.lag:
             prompts = task.prompts(recipe.train.groups, generator).repeat_interleave(recipe.train.group_size, 0)
-            waiting.append(
-                sample(
-                    policy, task, pools, prompts, temperature=recipe.sampling.temperature,
-                    top_p=recipe.sampling.top_p if arm.top_p else 1.0, generator=generator, version=trainer.version,
-                )  # fmt: skip
-            )
+            batch = sample(
+                policy, task, pools, prompts, temperature=recipe.sampling.temperature, top_p=top_p, generator=generator,
+                version=trainer.version,
+            )  # fmt: skip
+            waiting.append(batch)
         yield trainer.step(waiting.popleft(), names)
 
 
 class Trainer:
     """The policy and its optimiser. ``version`` counts updates."""
 
-    def __init__(
-        self, recipe: AblationRecipe, arm: Arm, shape: Shape, task: Sorting, start: dict[str, Tensor]
-    ) -> None:
+    def __init__(self, recipe: AblationRecipe, arm: Arm, shape: Shape, task: Sorting, start: dict[str, Tensor]) -> None:
         self.weights = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
         self.version = 0
         self._shape = shape
@@ -58,17 +56,17 @@ class Trainer:
     def step(self, batch: Batch, names: list[str]) -> UpdateMetrics:
         """One update; groups whose rewards are all alike teach nothing and are passed over, as in every run."""
         size = self._train.group_size
-        rewards = batch.rewards.unflatten(0, (-1, size))
+        rewards = batch.rewards.view(-1, size)
         advantages = torch.tensor([group_advantages(row, std=self._train.std) for row in rewards.tolist()]).flatten()
-        taught = (advantages != 0).unflatten(0, (-1, size)).any(-1)
+        taught = (advantages != 0).view(-1, size).any(-1)
         self._optimizer.zero_grad()
         found, origins = [], []
-        for attempts in batch.attempts.unique().tolist():  # trajectories of one length at a time: nothing is padded
+        for attempts in range(1, self._task.attempts + 1):  # trajectories of one length at a time: nothing is padded
             rows = ((advantages != 0) & (batch.attempts == attempts)).nonzero().squeeze(1)
             if not len(rows):
                 continue
             acted = batch.acted[rows]
-            loss, measured = self._loss(batch, rows, advantages[rows], int(attempts))
+            loss, measured = self._loss(batch, rows, advantages[rows], attempts)
             loss.backward()  # type: ignore[no-untyped-call]
             found.append(measured)
             origins.append(batch.pools[rows][:, None].expand_as(acted)[acted])
@@ -98,9 +96,7 @@ class Trainer:
             trained_tokens=len(origin),
         )
 
-    def _loss(
-        self, batch: Batch, rows: Tensor, advantages: Tensor, attempts: int
-    ) -> tuple[Tensor, TokenDiagnostics]:
+    def _loss(self, batch: Batch, rows: Tensor, advantages: Tensor, attempts: int) -> tuple[Tensor, TokenDiagnostics]:
         """The trainer's loss over the recorded candidates of trajectories with so many attempts."""
         answer = attempts * self._task.turn_tokens - 1
         prompt = self._task.prompt_tokens
@@ -124,7 +120,9 @@ class Trainer:
 def _concat(parts: list[TokenDiagnostics]) -> TokenDiagnostics:
     blank = TokenDiagnostics.blank(torch.zeros(0, dtype=torch.bool), torch.float32)
     parts = [blank, *parts]
-    return TokenDiagnostics(*(torch.cat([getattr(part, name) for part in parts]) for name in TokenDiagnostics.__slots__))
+    return TokenDiagnostics(
+        *(torch.cat([getattr(part, name) for part in parts]) for name in TokenDiagnostics.__slots__)
+    )
 
 
 def _supports(log_q: Tensor) -> Supports:
@@ -158,6 +156,4 @@ def _stats(found: TokenDiagnostics, mine: Tensor, rewards: Tensor, staleness: in
 def _optimizer(train: TrainConfig, parameters: list[Tensor]) -> torch.optim.Optimizer:
     if train.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=train.lr)
-    return torch.optim.AdamW(
-        parameters, lr=train.lr, betas=train.betas, weight_decay=train.weight_decay, fused=True
-    )
+    return torch.optim.AdamW(parameters, lr=train.lr, betas=train.betas, weight_decay=train.weight_decay, fused=True)

@@ -55,9 +55,7 @@ def tree_of(root: type[Tree], tree: Any, place: str) -> Tree:
     return _build(root, tree, (), place, "")
 
 
-def _build(
-    root: type[Tree], tree: dict[str, Any], overrides: Sequence[tuple[str, str]], place: str, text: str
-) -> Tree:
+def _build(root: type[Tree], tree: dict[str, Any], overrides: Sequence[tuple[str, str]], place: str, text: str) -> Tree:
     given: dict[Loc, str] = {}
     for key, value in overrides:
         given[_set(root, tree, key, value)] = f"--{key}"
