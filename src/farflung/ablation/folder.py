@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from farflung.ablation.arms import GRID, Arm, find_arm
-from farflung.ablation.recipe import AblationRecipe
-from farflung.config.load import dump_recipe, tree_of
+from farflung.ablation.experiment import Experiment, experiment_of, facts
 from farflung.core.errors import BadInput, Corrupt
 from farflung.core.metrics import UpdateMetrics
 
@@ -44,27 +43,29 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class Folder:
     path: Path
-    recipe: AblationRecipe
+    experiment: Experiment
 
     @staticmethod
-    def open(path: Path, recipe: AblationRecipe) -> Folder:
+    def open(path: Path, experiment: Experiment) -> Folder:
         """A new folder, or one that holds runs of the same recipe. Raises BadInput if it is another's."""
         file = path / "recipe.json"
         if file.exists():
-            there = Folder.load(path).recipe
-            if changed := _difference(dump_recipe(there), dump_recipe(recipe)):
+            there = Folder.load(path)
+            if changed := _difference(facts(there.experiment), facts(experiment)):
                 raise BadInput(
                     f"its runs follow another recipe: {changed}",
                     where=str(path),
                     mend="give --dir another folder, or go on with the recipe and keys that it began with",
                 )
-            return Folder(path, there)
+            return there
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise BadInput("there is something else", where=str(path), mend="give --dir another folder")
         for part in ("runs", "logs"):
             (path / part).mkdir(parents=True, exist_ok=True)
-        _write(file, json.dumps(dump_recipe(recipe), indent=1))
-        return Folder(path, recipe)
+        temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(facts(experiment), indent=1))
+        temporary.replace(file)
+        return Folder(path, experiment)
 
     @staticmethod
     def load(path: Path) -> Folder:
@@ -76,11 +77,7 @@ class Folder:
             raise BadInput("no ablation is here", where=str(path)) from None
         except ValueError as error:
             raise Corrupt(f"not JSON: {error}", where=str(file)) from None
-        return Folder(path, tree_of(AblationRecipe, tree, str(file)))
-
-    @property
-    def start(self) -> Path:
-        return self.path / "start.safetensors"
+        return Folder(path, experiment_of(tree, str(file)))
 
     @property
     def report(self) -> Path:
@@ -115,7 +112,7 @@ class Folder:
             return 0
 
     def complete(self, run: Run) -> bool:
-        return self.count(run) == self.recipe.ablation.updates
+        return self.count(run) == self.experiment.updates
 
     def found(self) -> Iterator[tuple[Run, list[UpdateMetrics]]]:
         """Every run that has made an update, arm after arm and seed after seed."""
@@ -127,8 +124,10 @@ class Folder:
 
 def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     """The first key in which two recipes differ, with both values."""
-    for section, values in new.items():
-        before = old[section]
+    if old["kind"] != new["kind"]:
+        return f"a {old['kind']} one there, a {new['kind']} one here"
+    for section, values in new["recipe"].items():
+        before = old["recipe"][section]
         if before == values:
             continue
         if not isinstance(values, dict):
@@ -136,9 +135,3 @@ def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
         key = next(key for key in values if values[key] != before[key])
         return f"{section}.{key} is {json.dumps(before[key])} there, {json.dumps(values[key])} here"
     return ""
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)

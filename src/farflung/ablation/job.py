@@ -14,15 +14,9 @@ from farflung.core.process import die_with_parent
 def main(path: str, name: str) -> None:
     """Make the run's rows, from the first on."""
     die_with_parent(int(os.environ["FARFLUNG_PARENT"]))
-    import torch
-
-    from farflung.ablation.start import load_start
-    from farflung.ablation.trial import run_arm
-
-    torch.set_num_threads(1)
     folder, run = Folder.load(Path(path)), Run.parse(name)
     with folder.rows_file(run).open("w") as file:
-        for row in run_arm(folder.recipe, run.arm, run.seed, load_start(folder.start)):
+        for row in folder.experiment.rows(folder.path, run.arm, run.seed):
             file.write(json.dumps(row.to_dict()) + "\n")
             file.flush()
 

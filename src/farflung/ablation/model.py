@@ -72,6 +72,11 @@ class Cache:
         kept[..., self.length : end, :] = self._round(fresh)
         return kept[..., :end, :]
 
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows of each copy, [copies, n]."""
+        copies = torch.arange(len(rows))[:, None]
+        self._layers = [layer[copies, rows] for layer in self._layers]
+
 
 def initial(shape: Shape, generator: torch.Generator) -> dict[str, Tensor]:
     """Fresh weights, one copy: gains of one, matrices with a variance of 1 / inputs."""

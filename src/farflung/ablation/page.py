@@ -42,7 +42,7 @@ def draw_page(folder: Folder, out: Path | None = None) -> Path:
 
 def render(folder: Folder) -> str:
     """The page as text."""
-    recipe = folder.recipe
+    experiment = folder.experiment
     rows: dict[Arm, list[list[UpdateMetrics]]] = {}
     for run, found in folder.found():
         rows.setdefault(run.arm, []).append(found)
@@ -53,34 +53,33 @@ def render(folder: Folder) -> str:
     return template.render(
         css=Markup((assets / "page.css").read_text(encoding="utf-8")),
         js=Markup((assets / "page.js").read_text(encoding="utf-8")),
-        name=recipe.ablation.name,
+        name=experiment.name,
         lead=_lead(folder, rows),
         methods=[(place, arm.method) for place, arm in enumerate(METHODS)],
         table=[(_color(arm.arm), row(arm)) for arm in summarise(folder)],
         fleets=[
             {
                 "name": fleet,
-                "pools": ", ".join(f"{pool.name} ({pool.weights}, cache {pool.kv})" for pool in getattr(recipe, fleet)),
-                "charts": [_drawn(chart) for chart in _curves(_of(rows, fleet), recipe.ablation.window)],
+                "pools": ", ".join(f"{pool.name} ({pool.weights}, cache {pool.kv})" for pool in experiment.pools(fleet)),
+                "charts": [_drawn(chart) for chart in _curves(_of(rows, fleet), experiment.window)],
             }
             for fleet in FLEETS
         ],
         arms=[
-            {"name": arm.name, "charts": [_drawn(chart) for chart in _pools(found, recipe.ablation.window)]}
+            {"name": arm.name, "charts": [_drawn(chart) for chart in _pools(found, experiment.window)]}
             for arm, found in rows.items()
         ],
         settings=[
             (section, values.items() if isinstance(values, dict) else [(pool["name"], _pool(pool)) for pool in values])
-            for section, values in dump_recipe(recipe).items()
+            for section, values in dump_recipe(experiment.recipe).items()
         ],
         footer=f"Drawn by farflung {__version__} from {folder.path} on {time.strftime('%Y-%m-%d %H:%M')}.",
     )
 
 
 def _lead(folder: Folder, rows: Rows) -> str:
-    recipe = folder.recipe
-    made, whole = sum(map(len, rows.values())), recipe.ablation.updates
-    std = "divided" if recipe.train.std else "not divided"
+    made, whole = sum(map(len, rows.values())), folder.experiment.updates
+    std = "divided" if folder.experiment.std else "not divided"
     return (
         f"{made} runs of {len(rows)} arms, {whole} updates each. Every arm starts from the same policy and sees the same prompts; "
         f"only centering, masking, top-p and the fleet differ. Advantages are {std} by the group's standard deviation."

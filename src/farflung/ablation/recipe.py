@@ -73,7 +73,9 @@ class TrainConfig(Section):
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """sgd is plain, without momentum."""
     lr: Rate = 1.5e-4
-    """Learning rate, constant."""
+    """Learning rate, constant after warm-up."""
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Updates over which the learning rate rises to lr."""
     betas: tuple[float, float] = (0.9, 0.98)
     """AdamW betas."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

@@ -78,35 +78,36 @@ def sample(
     version: int = 0,
 ) -> Batch:
     """One trajectory for each row of ``prompts``; rows are dealt to the pools in turn. ``policy`` as ``served`` gave it."""
-    count, total = len(pools), len(prompts)
-    deal = torch.arange(total).view(-1, count).T  # [pools, rows of each]
-    positions = task.prompt_tokens + task.answer_tokens
-    cache = Cache(policy.shape, count, total // count, positions, cache_rounding(pools))
+    total, count = len(prompts), len(pools)
+    deal = torch.arange(total).view(-1, count).T  # the rows that each pool works on, [pools, rows]
+    cache = Cache(policy.shape, *deal.shape, task.prompt_tokens + task.answer_tokens, cache_rounding(pools))
     answer = torch.full((total, task.answer_tokens), task.again)
     log_q = torch.zeros(total, task.answer_tokens, policy.shape.vocabulary)
     attempts, rewards = torch.zeros(total, dtype=torch.int64), torch.zeros(total)
     malformed, going = torch.zeros(total, dtype=torch.bool), torch.ones(total, dtype=torch.bool)
     solution = task.solution(prompts)
     fresh = prompts[deal]
-    for place in range(task.answer_tokens):
-        hidden = policy.hidden(fresh, cache)[:, :, -1:]
-        if task.sampled(place):
-            log_q[deal, place] = candidates(policy.logits(hidden).squeeze(2) / temperature, top_p)
-            answer[:, place] = draw(log_q[:, place], torch.rand(total, generator=generator))
-            if not task.sampled(place + 1):
-                attempt = answer[:, place - task.length : place + 1]
-                attempts += going
-                rewards[going & (attempt == solution).all(-1)] = 1.0
-                malformed = torch.where(going, task.malformed(attempt), malformed)
-                going &= rewards == 0
-                if not going.any():
-                    break
-        fresh = answer[:, place][deal][..., None]
-    turn = torch.arange(task.answer_tokens)
-    own = torch.tensor([task.sampled(place) for place in range(task.answer_tokens)])
+    for attempt in range(task.attempts):
+        if attempt:  # the last token goes into the cache, and the environment says AGAIN
+            deal = _going_on(deal, going, cache)
+            policy.hidden(answer[deal, task.places(attempt - 1)[-1]][..., None], cache)
+            fresh = torch.full((*deal.shape, 1), task.again)
+        places = task.places(attempt)
+        for place in places:
+            logits = policy.logits(policy.hidden(fresh, cache)[:, :, -1:]).squeeze(2)
+            log_q[deal, place] = candidates(logits / temperature, top_p)
+            answer[deal, place] = draw(log_q[deal, place], torch.rand(deal.shape, generator=generator))
+            fresh = answer[deal, place][..., None]
+        made = answer[:, places.start : places.stop]
+        attempts += going
+        rewards[going & (made == solution).all(-1)] = 1.0
+        malformed = torch.where(going, task.malformed(made), malformed)
+        going &= rewards == 0
+        if not going.any():
+            break
     return Batch(
         ids=torch.cat([prompts, answer], 1),
-        acted=own & (turn < attempts[:, None] * task.turn_tokens),
+        acted=task.acted(attempts),
         log_q=log_q,
         attempts=attempts,
         rewards=rewards,
@@ -114,6 +115,14 @@ def sample(
         pools=torch.arange(total) % count,
         version=version,
     )
+
+
+def _going_on(deal: Tensor, going: Tensor, cache: Cache) -> Tensor:
+    """The rows that still need an attempt; a pool that has fewer of them than another goes on with some that do not."""
+    mine = going[deal]
+    order = mine.int().argsort(1, descending=True, stable=True)[:, : int(mine.sum(1).max())]
+    cache.keep(order)
+    return deal.gather(1, order)
 
 
 def candidates(logits: Tensor, top_p: float) -> Tensor:

@@ -47,10 +47,13 @@ class Signs:
         return self.kl_final / self.kl_start if self.kl_start else math.nan
 
 
-def read_signs(rows: Sequence[UpdateMetrics], *, lag: int, window: int) -> Signs:
-    """rows: a run's updates from the first on, at least one. The start of KL, gradient and format errors is the window
-    that begins when the lag has filled: before, batches are fresher than they will ever be again."""
-    first = min(lag, len(rows) - 1)
+def read_signs(rows: Sequence[UpdateMetrics], *, fresh: int, window: int) -> Signs:
+    """rows: a run's updates from the first on, at least one; the first policy sampled the first one and the ``fresh`` after.
+
+    The start of KL, gradient and format errors is the window that begins with the last of these: before, batches are
+    younger than they will ever be again.
+    """
+    first = min(fresh, len(rows) - 1)
     settled = min(first + window - 1, len(rows) - 1)
     start = mean([row.all.reward for row in rows[: first + 1]])
     reward = smooth([row.all.reward for row in rows], window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def make_start(recipe: AblationRecipe, told: Callable[[int, float], None]) -> di
     generator = torch.Generator().manual_seed(recipe.start.seed)
     weights = {name: tensor.requires_grad_() for name, tensor in initial(shape, generator).items()}
     optimizer = torch.optim.AdamW(weights.values(), lr=recipe.start.lr, weight_decay=0.0, fused=True)
+    right = 0.0
     for step in range(1, recipe.start.updates + 1):
         for group in optimizer.param_groups:
             group["lr"] = recipe.start.lr * min(1.0, step / 50)
@@ -52,7 +54,10 @@ def make_start(recipe: AblationRecipe, told: Callable[[int, float], None]) -> di
 
 
 def save_start(weights: dict[str, Tensor], path: Path) -> None:
-    save_file({name: tensor[0].contiguous() for name, tensor in weights.items()}, path)
+    """Whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    save_file({name: tensor[0].contiguous() for name, tensor in weights.items()}, temporary)
+    temporary.replace(path)
 
 
 def load_start(path: Path) -> dict[str, Tensor]:

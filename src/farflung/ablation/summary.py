@@ -74,11 +74,11 @@ class ArmSummary:
 
 def summarise(folder: Folder) -> list[ArmSummary]:
     """The arms that have complete runs, in the grid's order."""
-    recipe = folder.recipe
+    experiment = folder.experiment
     found: dict[Arm, list[tuple[int, Signs]]] = {}
     for run, rows in folder.found():
-        if len(rows) == recipe.ablation.updates:
-            signs = read_signs(rows, lag=recipe.train.lag, window=recipe.ablation.window)
+        if len(rows) == experiment.updates:
+            signs = read_signs(rows, fresh=experiment.fresh, window=experiment.window)
             found.setdefault(run.arm, []).append((run.seed, signs))
     return [
         ArmSummary(arm, tuple(seed for seed, _ in found[arm]), tuple(signs for _, signs in found[arm]))

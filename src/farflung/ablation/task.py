@@ -57,9 +57,16 @@ class Sorting:
         """All attempts; nobody says AGAIN after the last."""
         return self.attempts * self.turn_tokens - 1
 
-    def sampled(self, place: int) -> bool:
-        """Whether the token at this place of the answer is the policy's; the others are the environment's."""
-        return place % self.turn_tokens < self.length + 1
+    def places(self, attempt: int) -> range:
+        """Where in the answer an attempt stands."""
+        first = attempt * self.turn_tokens
+        return range(first, first + self.length + 1)
+
+    def acted(self, attempts: Tensor) -> Tensor:
+        """How many attempts were made [count] -> the policy's own tokens, [count, answer_tokens] bool."""
+        place = torch.arange(self.answer_tokens)
+        own = place % self.turn_tokens <= self.length
+        return own & (place < attempts[:, None] * self.turn_tokens)
 
     def prompts(self, count: int, generator: torch.Generator) -> Tensor:
         """[count, prompt_tokens] ids."""
@@ -89,5 +96,5 @@ class Sorting:
         )
         slipped = (place // self.turn_tokens < solved) & (place % self.turn_tokens == slips[:, : self.answer_tokens])
         noise = torch.randint(self.symbols, answer.shape, generator=generator)
-        imitated = (place // self.turn_tokens == solved) & (place % self.turn_tokens <= self.length)
+        imitated = self.acted(solved[:, 0] + 1) & (place // self.turn_tokens == solved)
         return torch.cat([prompts, torch.where(slipped, noise, answer)], 1), imitated

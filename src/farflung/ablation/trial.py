@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from farflung.ablation.arms import Arm
 from farflung.ablation.model import Decoder, Shape
-from farflung.ablation.recipe import AblationRecipe, TrainConfig
+from farflung.ablation.recipe import AblationRecipe, PoolConfig, TrainConfig
 from farflung.ablation.sampler import Batch, sample, served
 from farflung.ablation.task import Sorting
 from farflung.core.metrics import TokenStats, UpdateMetrics
 from farflung.corrections import Supports, TokenDiagnostics, candidate_loss, group_advantages, make_weight
 
 
-def run_arm(recipe: AblationRecipe, arm: Arm, seed: int, start: dict[str, Tensor]) -> Iterator[UpdateMetrics]:
-    """The run's updates, one by one. Prompts and random numbers are the seed's, the same for every arm."""
+def run_arm(
+    recipe: AblationRecipe, arm: Arm, pools: Sequence[PoolConfig], seed: int, start: dict[str, Tensor]
+) -> Iterator[UpdateMetrics]:
+    """The run's updates, one by one. The seed fixes the prompts, which are the same for every arm, and the draws."""
     task = Sorting.of(recipe.task)
     shape = Shape.of(recipe.model, task.vocabulary)
-    pools = recipe.mixed if arm.fleet == "mixed" else recipe.homogeneous
     names = [pool.name for pool in pools]
     top_p = recipe.sampling.top_p if arm.top_p else 1.0
-    generator = torch.Generator().manual_seed(seed)
+    asked, drawn = (torch.Generator().manual_seed(2 * seed + part) for part in range(2))
     trainer = Trainer(recipe, arm, shape, task, start)
     waiting: deque[Batch] = deque()
     while trainer.version < recipe.ablation.updates:
         policy = served(trainer.weights, shape, pools)
         while len(waiting) <= recipe.train.lag:
-            prompts = task.prompts(recipe.train.groups, generator).repeat_interleave(recipe.train.group_size, 0)
+            prompts = task.prompts(recipe.train.groups, asked).repeat_interleave(recipe.train.group_size, 0)
             batch = sample(
-                policy, task, pools, prompts, temperature=recipe.sampling.temperature, top_p=top_p, generator=generator,
+                policy, task, pools, prompts, temperature=recipe.sampling.temperature, top_p=top_p, generator=drawn,
                 version=trainer.version,
             )  # fmt: skip
             waiting.append(batch)
@@ -71,8 +72,11 @@ class Trainer:
             found.append(measured)
             origins.append(batch.pools[rows][:, None].expand_as(acted)[acted])
         norm = 0.0
+        lr = self._train.lr * min(1.0, (self.version + 1) / (self._train.warmup + 1))
         if found:
             norm = float(torch.nn.utils.clip_grad_norm_(self.weights.values(), self._train.clip))
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
             self._optimizer.step()
         staleness = self.version - batch.version
         self.version += 1
@@ -89,7 +93,7 @@ class Trainer:
             trained_groups=int(taught.sum()),
             skipped_groups=int((~taught).sum()),
             grad_norm=norm,
-            lr=self._train.lr,
+            lr=lr,
             length=float(batch.acted.sum(-1).float().mean()),
             turns=float(batch.attempts.float().mean()),
             format_errors=float(batch.malformed.float().mean()),

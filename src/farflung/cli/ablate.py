@@ -56,23 +56,22 @@ def run(argv: Sequence[str]) -> int:
             raise BadInput(f"{value} is too few", where=f"--{flag}", mend="at least 1")
 
     from farflung.ablation.arms import choose
+    from farflung.ablation.experiment import read_experiment
     from farflung.ablation.folder import Folder, Run
-    from farflung.ablation.recipe import AblationRecipe
-    from farflung.config.load import load_tree
 
     arms = choose(args.arms)
-    recipe = load_tree(AblationRecipe, find_recipe(args.recipe, "ablations"), overrides)
-    path: Path = args.dir or Path("runs") / recipe.ablation.name
+    experiment = read_experiment(find_recipe(args.recipe, "ablations"), overrides)
+    path: Path = args.dir or Path("runs") / experiment.name
     runs = [Run(arm, seed) for seed in range(args.seeds) for arm in arms]
-    jobs = args.jobs or len(os.sched_getaffinity(0))
+    jobs = args.jobs or max(1, (os.cpu_count() or 1) // experiment.cores)
     if args.dry_run:
         from farflung.config.write import recipe_toml
 
         print(f"# farflung would make {len(runs)} runs in {path}, {min(jobs, len(runs))} side by side:")
         print("".join(f"#   {run.name}\n" for run in runs))
-        print(recipe_toml(recipe))
+        print(recipe_toml(experiment.recipe))
         return 0
-    folder = Folder.open(path, recipe)
+    folder = Folder.open(path, experiment)
 
     from rich.console import Console
 
