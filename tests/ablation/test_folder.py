@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.ablation.tiny import recipe, rows
 
 from farflung.ablation.arms import GRID, Arm, choose
+from farflung.ablation.experiment import read_experiment
 from farflung.ablation.folder import Folder, Run
 from farflung.ablation.page import draw_page
 from farflung.ablation.small import Small
 from farflung.ablation.summary import summarise, write_summary
-from farflung.ablation.experiment import read_experiment
 from farflung.core.errors import BadInput, Corrupt
+from tests.ablation.tiny import recipe, rows
 
 TINY = Small(recipe())
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.ablation.tiny import recipe, start
 
 from farflung.ablation.model import Shape
 from farflung.ablation.recipe import PoolConfig
 from farflung.ablation.sampler import Batch, candidates, draw, sample, served
 from farflung.ablation.task import Sorting
 from farflung.formats.weights import quantise
+from tests.ablation.tiny import recipe, start
 
 RECIPE = recipe(task={"symbols": 6, "length": 4})
 TASK = Sorting.of(RECIPE.task)

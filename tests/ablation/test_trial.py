@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.ablation.tiny import recipe, rows, start
 
 from farflung.ablation.arms import GRID, Arm
 from farflung.ablation.model import Shape
@@ -13,6 +12,7 @@ from farflung.ablation.start import make_start
 from farflung.ablation.task import Sorting
 from farflung.ablation.trial import Trainer
 from farflung.core.errors import BadInput
+from tests.ablation.tiny import recipe, rows, start
 
 RECIPE = recipe()
 

@@ -57,5 +57,5 @@ def test_an_arm_changes_its_own_keys_and_no_other(whole: Whole, arm: Arm) -> Non
 
 def test_a_recipe_in_which_top_p_could_not_differ_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(TEXT)
-    with pytest.raises(BadInput, match="sampling.top_p is 1"):
+    with pytest.raises(BadInput, match=r"sampling.top_p is 1"):
         read_experiment(tmp_path / "mine.toml", [("sampling.top_p", "1.0")])

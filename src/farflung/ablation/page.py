@@ -60,7 +60,9 @@ def render(folder: Folder) -> str:
         fleets=[
             {
                 "name": fleet,
-                "pools": ", ".join(f"{pool.name} ({pool.weights}, cache {pool.kv})" for pool in experiment.pools(fleet)),
+                "pools": ", ".join(
+                    f"{pool.name} ({pool.weights}, cache {pool.kv})" for pool in experiment.pools(fleet)
+                ),
                 "charts": [_drawn(chart) for chart in _curves(_of(rows, fleet), experiment.window)],
             }
             for fleet in FLEETS

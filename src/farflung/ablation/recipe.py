@@ -44,14 +44,14 @@ class ModelConfig(Section):
 
 
 class StartConfig(Section):
-    reward: Annotated[float, Field(gt=0, lt=1)] = 0.7
-    """The first policy learns from solved examples until it is right this often (sampled at temperature 1)."""
-    updates: Positive = 4000
-    """Optimiser steps within which it must get there."""
+    updates: Positive = 600
+    """Optimiser steps on solved examples that make the first policy."""
     batch: Positive = 128
     """Examples per step."""
-    lr: Rate = 2e-3
-    """AdamW learning rate of this first training."""
+    lr: Rate = 3e-3
+    """AdamW learning rate of this first training; it falls to nothing as half a cosine."""
+    slip: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Share of the examples' symbols that are any symbol, so that the first policy is well trained and yet often wrong."""
     seed: int = 0
     """Fixes the first weights and the examples."""
 

@@ -120,7 +120,7 @@ def sample(
 def _going_on(deal: Tensor, going: Tensor, cache: Cache) -> Tensor:
     """The rows that still need an attempt; a pool that has fewer of them than another goes on with some that do not."""
     mine = going[deal]
-    order = mine.int().argsort(1, descending=True, stable=True)[:, : int(mine.sum(1).max())]
+    order = mine.int().argsort(dim=1, descending=True, stable=True)[:, : int(mine.sum(1).max())]
     cache.keep(order)
     return deal.gather(1, order)
 

@@ -64,13 +64,12 @@ class Small:
         from farflung.ablation.start import make_start, save_start
 
         torch.set_num_threads(1)
-        wanted = self.recipe.start.reward
-        with console.status("the first policy learns from solved examples") as status:
-
-            def told(step: int, right: float) -> None:
-                status.update(f"the first policy learns from solved examples: step {step}, right {right:.0%} of {wanted:.0%}")
-
-            save_start(make_start(self.recipe, told), path)
+        steps = self.recipe.start.updates
+        with console.status("the first policy learns") as status:
+            weights = make_start(
+                self.recipe, lambda step: status.update(f"the first policy learns: {step} of {steps} steps")
+            )
+        save_start(weights, path)
         console.print("the first policy is made", highlight=False)
 
     def rows(self, folder: Path, arm: Arm, seed: int) -> Iterator[UpdateMetrics]:

@@ -81,20 +81,21 @@ class Sorting:
         """attempts [count, length + 1] -> [count] bool: not symbols and then a STOP."""
         return (attempts[:, :-1] >= self.symbols).any(-1) | (attempts[:, -1] != self.stop)
 
-    def demonstrations(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def demonstrations(self, count: int, slip: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Trajectories [count, prompt + answer] and what of the answer is to be imitated, [count, answer] bool.
 
-        Each begins with some attempts, from none to all but one, that have one symbol wrong; the next is right.
+        Each begins with some attempts, from none to all but one, that have one symbol wrong, and is imitated in the next.
+        There too a symbol is any symbol with the probability ``slip``: whoever shows the task makes mistakes.
         """
         prompts = self.prompts(count, generator)
         turn = torch.cat([self.solution(prompts), torch.full((count, 1), self.again)], 1)
         answer = turn.repeat(1, self.attempts)[:, : self.answer_tokens]
         place = torch.arange(self.answer_tokens)
-        solved = torch.randint(self.attempts, (count, 1), generator=generator)
-        slips = torch.randint(self.length, (count, self.attempts), generator=generator).repeat_interleave(
-            self.turn_tokens, 1
-        )
-        slipped = (place // self.turn_tokens < solved) & (place % self.turn_tokens == slips[:, : self.answer_tokens])
+        attempt, within = place // self.turn_tokens, place % self.turn_tokens
+        shown = torch.randint(self.attempts, (count, 1), generator=generator)
+        wrong = torch.randint(self.length, (count, self.attempts), generator=generator)[:, attempt]
+        slipped = torch.rand(answer.shape, generator=generator) < slip
+        noisy = torch.where(attempt < shown, within == wrong, slipped & (within < self.length))
         noise = torch.randint(self.symbols, answer.shape, generator=generator)
-        imitated = self.acted(solved[:, 0] + 1) & (place // self.turn_tokens == solved)
-        return torch.cat([prompts, torch.where(slipped, noise, answer)], 1), imitated
+        imitated = self.acted(shown[:, 0] + 1) & (attempt == shown)
+        return torch.cat([prompts, torch.where(noisy, noise, answer)], 1), imitated
