@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "train a model by a recipe, or go on with a run that stopped",
     "report": "draw a run's report.html, also while the run goes on",
     "eval": "measure pass@1 and pass@k of a model or a run on held-out tasks",
+    "ablate": "measure what each part of the correction is worth, on a small task",
     "serve": "run one sampler (a train run starts its own; this one can join from elsewhere)",
     "warmstart": "make a first policy from solved episodes, as the packaged one was made",
     "init": "write a commented recipe to start from",

@@ -36,10 +36,11 @@ def parse(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Over
     return args, overrides + [(key, value) for key, value in short if value is not None]
 
 
-def find_recipe(name: str) -> Path:
-    """A recipe file, or a packaged one as builtin:NAME. Raises BadInput with what there is."""
+def find_recipe(name: str, *kinds: str) -> Path:
+    """A recipe file, or as builtin:NAME a packaged one for training or of these kinds. Raises BadInput with what there is."""
     if name.startswith("builtin:"):
-        packaged = {path.stem: path for path in Path(str(files("farflung") / "assets" / "recipes")).glob("*.toml")}
+        assets = Path(str(files("farflung") / "assets"))
+        packaged = {path.stem: path for kind in ("recipes", *kinds) for path in (assets / kind).glob("*.toml")}
         wanted = name.removeprefix("builtin:")
         if wanted not in packaged:
             raise BadInput(
@@ -57,7 +58,8 @@ def find_recipe(name: str) -> Path:
         near = (
             nearest(path.name, [p.name for p in path.parent.glob("*.toml")], cutoff=0.7) if path.parent.is_dir() else ""
         )
-        raise BadInput("no such recipe", where=name, mend=f"{near}farflung init {name} writes one to start from")
+        way = "farflung ablate --dry-run prints" if "ablations" in kinds else f"farflung init {name} writes"
+        raise BadInput("no such recipe", where=name, mend=f"{near}{way} one to start from")
     return path
 
 

@@ -9,18 +9,24 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from farflung.config.tree import Recipe
+from farflung.config.tree import Recipe, Section
 from farflung.core.errors import BadInput
 
 Loc = tuple[int | str, ...]
+Tree = TypeVar("Tree", bound=Section)
 
 
 def load_recipe(path: Path | str, overrides: Sequence[tuple[str, str]] = ()) -> Recipe:
     """Parse ``path`` and apply overrides such as ("train.lr", "1e-6"). Raises BadInput naming key, place and mend."""
+    return load_tree(Recipe, path, overrides)
+
+
+def load_tree(root: type[Tree], path: Path | str, overrides: Sequence[tuple[str, str]] = ()) -> Tree:
+    """``load_recipe`` for any typed tree of sections."""
     path = Path(path)
     try:
         text = path.read_text()
@@ -29,37 +35,42 @@ def load_recipe(path: Path | str, overrides: Sequence[tuple[str, str]] = ()) -> 
         raise BadInput(f"cannot read the recipe: {error.strerror}", where=str(path)) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"not TOML: {error}", where=str(path)) from None
-    return _build(tree, overrides, str(path), text)
+    return _build(root, tree, overrides, str(path), text)
 
 
 def override_recipe(recipe: Recipe, overrides: Sequence[tuple[str, str]]) -> Recipe:
     """The recipe with some keys set anew, as on the command line. Raises BadInput."""
-    return _build(dump_recipe(recipe), overrides, "recipe", "")
+    return _build(Recipe, dump_recipe(recipe), overrides, "recipe", "")
 
 
 def recipe_of(tree: Any, place: str) -> Recipe:
     """A recipe from plain data, as ``dump_recipe`` gave it; ``place`` says where it came from. Raises BadInput."""
+    return tree_of(Recipe, tree, place)
+
+
+def tree_of(root: type[Tree], tree: Any, place: str) -> Tree:
+    """``recipe_of`` for any typed tree of sections."""
     if not isinstance(tree, dict):
         raise BadInput("a recipe is a table", where=place)
-    return _build(tree, (), place, "")
+    return _build(root, tree, (), place, "")
 
 
-def _build(tree: dict[str, Any], overrides: Sequence[tuple[str, str]], place: str, text: str) -> Recipe:
+def _build(root: type[Tree], tree: dict[str, Any], overrides: Sequence[tuple[str, str]], place: str, text: str) -> Tree:
     given: dict[Loc, str] = {}
     for key, value in overrides:
-        given[_set(tree, key, value)] = f"--{key}"
+        given[_set(root, tree, key, value)] = f"--{key}"
     try:
-        return Recipe.model_validate_json(json.dumps(tree, default=str), strict=True)
+        return root.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        raise _explain(error, tree, given, place, text) from None
+        raise _explain(root, error, tree, given, place, text) from None
 
 
-def dump_recipe(recipe: Recipe) -> dict[str, Any]:
+def dump_recipe(recipe: Section) -> dict[str, Any]:
     """The recipe as plain JSON data, complete with defaults."""
     return recipe.model_dump(mode="json")
 
 
-def _set(tree: dict[str, Any], key: str, value: str) -> Loc:
+def _set(root: type[Section], tree: dict[str, Any], key: str, value: str) -> Loc:
     """Set a dotted key and return its place; a list is entered by index or by its entries' name (pools.nvfp4.replicas)."""
     *path, last = key.split(".")
     node: Any = tree
@@ -79,7 +90,7 @@ def _set(tree: dict[str, Any], key: str, value: str) -> Loc:
         raise BadInput(
             "a list needs an entry's name or number before the key", where=f"--{key}", mend=f"entries: {names}"
         )
-    node[last] = _parse(value, _annotation((*loc, last)))
+    node[last] = _parse(value, _annotation(root, (*loc, last)))
     return (*loc, last)
 
 
@@ -111,15 +122,17 @@ def _parse(text: str, annotation: Any) -> Any:
         return text
 
 
-def _explain(error: ValidationError, tree: dict[str, Any], given: dict[Loc, str], path: str, text: str) -> BadInput:
+def _explain(
+    root: type[Section], error: ValidationError, tree: dict[str, Any], given: dict[Loc, str], path: str, text: str
+) -> BadInput:
     """The first problem as: key, place, what was expected, and the nearest valid key for an unknown one."""
     first = error.errors(include_url=False)[0]
     loc: Loc = first["loc"]
     key = _name(loc, tree)
     where = _place(loc, given, path, text)
     if first["type"] == "extra_forbidden":
-        valid = _keys(loc[:-1])
-        hint = _nearest(str(loc[-1]), valid) or _elsewhere(str(loc[-1]))
+        valid = _keys(root, loc[:-1])
+        hint = _nearest(str(loc[-1]), valid) or _elsewhere(root, str(loc[-1]))
         return BadInput(f"unknown key {key!r}", where=where, mend=f"{hint}valid keys here: {', '.join(valid)}")
     if first["type"] == "missing":
         return BadInput(f"{key!r} is missing", where=where)
@@ -177,15 +190,15 @@ def _nearest(word: str, valid: list[str]) -> str:
     return f"did you mean {near[0]!r}? " if near else ""
 
 
-def _elsewhere(word: str) -> str:
+def _elsewhere(root: type[Section], word: str) -> str:
     """A key that stands in another section under the same name."""
-    found = [f"{section}.{word}" for section in Recipe.model_fields if word in _keys((section,))]
+    found = [f"{section}.{word}" for section in root.model_fields if word in _keys(root, (section,))]
     return f"did you mean {found[0]!r}? " if found else ""
 
 
-def _model(loc: Loc) -> type[BaseModel] | None:
+def _model(root: type[Section], loc: Loc) -> type[BaseModel] | None:
     """The section that stands at ``loc``; list positions are passed over."""
-    model: type[BaseModel] = Recipe
+    model: type[BaseModel] = root
     for part in loc:
         if isinstance(part, int):
             continue
@@ -199,12 +212,12 @@ def _model(loc: Loc) -> type[BaseModel] | None:
     return model
 
 
-def _keys(loc: Loc) -> list[str]:
-    model = _model(loc)
+def _keys(root: type[Section], loc: Loc) -> list[str]:
+    model = _model(root, loc)
     return list(model.model_fields) if model else []
 
 
-def _annotation(loc: Loc) -> Any:
-    model = _model(loc[:-1])
+def _annotation(root: type[Section], loc: Loc) -> Any:
+    model = _model(root, loc[:-1])
     field = model.model_fields.get(str(loc[-1])) if model else None
     return field.annotation if field else None

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from farflung.config.tree import PoolConfig, Recipe
+from farflung.config.tree import PoolConfig, Recipe, Section
 
 SECTIONS = {
     "run": "The run as a whole.",
@@ -27,12 +27,12 @@ SECTIONS = {
 }
 
 
-def recipe_toml(recipe: Recipe, *, explain: bool = False) -> str:
+def recipe_toml(recipe: Section, *, explain: bool = False) -> str:
     """The whole recipe as TOML, which load_recipe reads back to the same; ``explain`` adds each key's documentation."""
     lines: list[str] = []
-    for name in Recipe.model_fields:
+    for name in type(recipe).model_fields:
         section = getattr(recipe, name)
-        if explain:
+        if explain and name in SECTIONS:
             lines.append(f"# {SECTIONS[name]}")
         for entry, header in (
             [(e, f"[[{name}]]") for e in section] if isinstance(section, tuple) else [(section, f"[{name}]")]

@@ -19,13 +19,15 @@ Format = Callable[[float], str]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """``color`` is a slot of the page's palette. A point without a finite value is left out."""
+    """``color`` is a slot of the page's palette. A point without a finite value is left out. ``band`` holds the lower and
+    the upper edge of what is shaded around the line, point by point."""
 
     name: str
     color: int
     xs: Sequence[float]
     ys: Sequence[float]
     dashed: bool = False
+    band: tuple[Sequence[float], Sequence[float]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def number(value: float) -> str:
 def draw(chart: Chart) -> str:
     """The SVG of a chart, with its numbers beside it for the pointer. Empty series give a chart that says so."""
     series = [_clean(s, chart.log) for s in chart.series]
-    values = [y for s in series for y in s.ys]
+    values = [y for s in series for edge in (s.ys, *(s.band or ())) for y in edge]
     head = (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)}" '
         f'data-left="{LEFT}" data-right="{WIDTH - RIGHT}" data-top="{TOP}" data-bottom="{HEIGHT - BOTTOM}"'
@@ -90,7 +92,7 @@ def draw(chart: Chart) -> str:
         )
         return HEIGHT - BOTTOM - (at - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
-    body = []
+    body = [_shade(s, px, py) for s in series if s.band and s.xs]
     for tick in ticks:
         y = py(tick)
         body.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -126,12 +128,25 @@ def latest(chart: Chart) -> str:
     return chart.form(solid[0].ys[-1]) if len(solid) == 1 and solid[0].ys else ""
 
 
+def _shade(series: Series, px: Callable[[float], float], py: Callable[[float], float]) -> str:
+    low, high = series.band or ((), ())
+    there = [f"{px(x):.1f} {py(y):.1f}" for x, y in zip(series.xs, high, strict=True)]
+    back = [f"{px(x):.1f} {py(y):.1f}" for x, y in zip(series.xs, low, strict=True)][::-1]
+    return f'<path class="band c{series.color}" d="M{"L".join(there + back)}Z"/>'
+
+
 def _clean(series: Series, log: bool) -> Series:
-    pairs = [(x, y) for x, y in zip(series.xs, series.ys, strict=True) if math.isfinite(y) and (y > 0 or not log)]
-    if len(pairs) > POINTS:
-        step = (len(pairs) - 1) / (POINTS - 1)
-        pairs = [pairs[round(i * step)] for i in range(POINTS)]
-    return Series(series.name, series.color, [x for x, _ in pairs], [y for _, y in pairs], series.dashed)
+    columns = (series.ys, *(series.band or ()))
+
+    def shown(place: int) -> bool:
+        return all(math.isfinite(column[place]) and (column[place] > 0 or not log) for column in columns)
+
+    places = [place for place in range(len(series.xs)) if shown(place)]
+    if len(places) > POINTS:
+        step = (len(places) - 1) / (POINTS - 1)
+        places = [places[round(i * step)] for i in range(POINTS)]
+    xs, ys, *edges = ([column[place] for place in places] for column in (series.xs, *columns))
+    return Series(series.name, series.color, xs, ys, series.dashed, (edges[0], edges[1]) if edges else None)
 
 
 def _ticks(values: Sequence[float], low: float | None, high: float | None) -> list[float]:

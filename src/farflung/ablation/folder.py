@@ -1,0 +1,137 @@
+"""An ablation's folder: the recipe, the first policy, and one file of rows per run.
+
+recipe.json             what every run follows
+start.safetensors       the first policy, the same for all runs
+runs/FLEET-METHOD-SEED.jsonl   one row per update; complete when the last update is there
+logs/                   what a run's process said
+report.html
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from farflung.ablation.arms import GRID, Arm, find_arm
+from farflung.ablation.experiment import Experiment, experiment_of, facts
+from farflung.core.errors import BadInput, Corrupt
+from farflung.core.metrics import UpdateMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One arm with one seed."""
+
+    arm: Arm
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm.fleet}-{self.arm.method}-{self.seed}"
+
+    @staticmethod
+    def parse(name: str) -> Run:
+        fleet, rest = name.split("-", 1)
+        method, seed = rest.rsplit("-", 1)
+        return Run(find_arm(f"{fleet}/{method}"), int(seed))
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    path: Path
+    experiment: Experiment
+
+    @staticmethod
+    def open(path: Path, experiment: Experiment) -> Folder:
+        """A new folder, or one that holds runs of the same recipe. Raises BadInput if it is another's."""
+        file = path / "recipe.json"
+        if file.exists():
+            there = Folder.load(path)
+            if changed := _difference(facts(there.experiment), facts(experiment)):
+                raise BadInput(
+                    f"its runs follow another recipe: {changed}",
+                    where=str(path),
+                    mend="give --dir another folder, or go on with the recipe and keys that it began with",
+                )
+            return there
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise BadInput("there is something else", where=str(path), mend="give --dir another folder")
+        for part in ("runs", "logs"):
+            (path / part).mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(facts(experiment), indent=1))
+        temporary.replace(file)
+        return Folder(path, experiment)
+
+    @staticmethod
+    def load(path: Path) -> Folder:
+        """One that is there. Raises BadInput, Corrupt."""
+        file = path / "recipe.json"
+        try:
+            tree = json.loads(file.read_text())
+        except FileNotFoundError:
+            raise BadInput("no ablation is here", where=str(path)) from None
+        except ValueError as error:
+            raise Corrupt(f"not JSON: {error}", where=str(file)) from None
+        return Folder(path, experiment_of(tree, str(file)))
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def rows_file(self, run: Run) -> Path:
+        return self.path / "runs" / f"{run.name}.jsonl"
+
+    def log_file(self, run: Run) -> Path:
+        return self.path / "logs" / f"{run.name}.log"
+
+    def rows(self, run: Run) -> list[UpdateMetrics]:
+        """The run's updates so far; a last line that was cut off is not one."""
+        try:
+            lines = self.rows_file(run).read_text().split("\n")[:-1]
+        except FileNotFoundError:
+            return []
+        try:
+            return [UpdateMetrics.from_dict(json.loads(line)) for line in lines]
+        except (ValueError, KeyError, TypeError) as error:
+            raise Corrupt(
+                f"line cannot be read: {error!r:.200}",
+                where=str(self.rows_file(run)),
+                mend="delete it; it is made anew",
+            ) from None
+
+    def count(self, run: Run) -> int:
+        """How many updates the run has made."""
+        try:
+            return self.rows_file(run).read_bytes().count(b"\n")
+        except FileNotFoundError:
+            return 0
+
+    def complete(self, run: Run) -> bool:
+        return self.count(run) == self.experiment.updates
+
+    def found(self) -> Iterator[tuple[Run, list[UpdateMetrics]]]:
+        """Every run that has made an update, arm after arm and seed after seed."""
+        files = (self.path / "runs").glob("*.jsonl")
+        order = {arm: place for place, arm in enumerate(GRID)}
+        runs = sorted((Run.parse(file.stem) for file in files), key=lambda run: (order[run.arm], run.seed))
+        return ((run, rows) for run in runs if (rows := self.rows(run)))
+
+
+def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """The first key in which two recipes differ, with both values."""
+    if old["kind"] != new["kind"]:
+        return f"a {old['kind']} one there, a {new['kind']} one here"
+    for section, values in new["recipe"].items():
+        before = old["recipe"][section]
+        if before == values:
+            continue
+        if not isinstance(values, dict):
+            return f"{section} is {json.dumps(before)} there, {json.dumps(values)} here"
+        key = next(key for key in values if values[key] != before[key])
+        return f"{section}.{key} is {json.dumps(before[key])} there, {json.dumps(values[key])} here"
+    return ""

@@ -1,0 +1,120 @@
+"""The result: every arm over its seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from farflung.ablation.arms import GRID, Arm
+from farflung.ablation.folder import Folder
+from farflung.ablation.signs import Signs, mean, read_signs
+
+
+@dataclass(frozen=True, slots=True)
+class ArmSummary:
+    """An arm's complete runs: ``signs`` of each of ``seeds``."""
+
+    arm: Arm
+    seeds: tuple[int, ...]
+    signs: tuple[Signs, ...]
+
+    def mean(self, pick: Callable[[Signs], float]) -> float:
+        return mean([pick(signs) for signs in self.signs])
+
+    def spread(self, pick: Callable[[Signs], float]) -> float:
+        """Half the range over the seeds."""
+        values = [pick(signs) for signs in self.signs]
+        return (max(values) - min(values)) / 2
+
+    @property
+    def kl_growth(self) -> float:
+        """Geometric mean over the seeds."""
+        return math.exp(self.mean(lambda s: math.log(s.kl_growth) if s.kl_growth > 0 else math.nan))
+
+    @property
+    def collapse_step(self) -> int | None:
+        """The median over the seeds, of which those without a collapse count as never."""
+        middle = median(math.inf if signs.collapse_step is None else signs.collapse_step for signs in self.signs)
+        return round(middle) if middle < math.inf else None
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "seeds": list(self.seeds),
+            "start": round(self.mean(lambda s: s.start), 4),
+            "best": round(self.mean(lambda s: s.best), 4),
+            "final": round(self.mean(lambda s: s.final), 4),
+            "kl_start": _figures(self.mean(lambda s: s.kl_start)),
+            "kl_final": _figures(self.mean(lambda s: s.kl_final)),
+            "kl_growth": _figures(self.kl_growth),
+            "collapse_step": self.collapse_step,
+            "runs": [
+                {
+                    "seed": seed,
+                    "start": round(signs.start, 4),
+                    "best": round(signs.best, 4),
+                    "final": round(signs.final, 4),
+                    "kl_growth": _figures(signs.kl_growth),
+                    "kl_step": signs.kl_step,
+                    "reward_step": signs.reward_step,
+                    "gradient_step": signs.gradient_step,
+                    "collapse_step": signs.collapse_step,
+                }
+                for seed, signs in zip(self.seeds, self.signs, strict=True)
+            ],
+        }
+
+
+def summarise(folder: Folder) -> list[ArmSummary]:
+    """The arms that have complete runs, in the grid's order."""
+    experiment = folder.experiment
+    found: dict[Arm, list[tuple[int, Signs]]] = {}
+    for run, rows in folder.found():
+        if len(rows) == experiment.updates:
+            signs = read_signs(rows, fresh=experiment.fresh, window=experiment.window)
+            found.setdefault(run.arm, []).append((run.seed, signs))
+    return [
+        ArmSummary(arm, tuple(seed for seed, _ in found[arm]), tuple(signs for _, signs in found[arm]))
+        for arm in GRID
+        if arm in found
+    ]
+
+
+def write_summary(arms: Sequence[ArmSummary], path: Path) -> None:
+    """JSON: the arm's name -> its result."""
+    path.write_text(json.dumps({arm.arm.name: arm.plain() for arm in arms}, indent=1) + "\n")
+
+
+def show(arms: Sequence[ArmSummary], console: Console) -> None:
+    table = Table(title="reward and KL of every arm", title_justify="left")
+    for name in ("arm", "seeds", "start", "best", "final", "KL", "growth", "collapse"):
+        table.add_column(name, justify="left" if name == "arm" else "right")
+    for arm in arms:
+        table.add_row(*row(arm))
+    console.print(table)
+
+
+def row(arm: ArmSummary) -> list[str]:
+    """The arm's line of the table."""
+    spread = f" ± {arm.spread(lambda s: s.final):.2f}" if len(arm.seeds) > 1 else ""
+    return [
+        arm.arm.name,
+        str(len(arm.seeds)),
+        f"{arm.mean(lambda s: s.start):.2f}",
+        f"{arm.mean(lambda s: s.best):.2f}",
+        f"{arm.mean(lambda s: s.final):.2f}{spread}",
+        f"{arm.mean(lambda s: s.kl_start):.2g} → {arm.mean(lambda s: s.kl_final):.2g}",
+        f"{arm.kl_growth:.2g}×",
+        "–" if arm.collapse_step is None else str(arm.collapse_step),
+    ]
+
+
+def _figures(value: float) -> float | None:
+    return float(f"{value:.4g}") if math.isfinite(value) else None
