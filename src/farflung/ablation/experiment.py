@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,7 +69,7 @@ def read_experiment(path: Path, overrides: Sequence[tuple[str, str]]) -> Experim
 
 def experiment_of(facts: Any, place: str) -> Experiment:
     """From what ``facts`` gave. Raises BadInput, Corrupt."""
-    kinds = {"small": Small.of, "whole": Whole.of}
+    kinds: dict[str, Callable[[Any, str], Experiment]] = {"small": Small.of, "whole": Whole.of}
     if not isinstance(facts, dict) or facts.get("kind") not in kinds:
         raise Corrupt("not an ablation's recipe", where=place)
     return kinds[facts["kind"]](facts.get("recipe"), place)

@@ -80,7 +80,7 @@ def sample(
     """One trajectory for each row of ``prompts``; rows are dealt to the pools in turn. ``policy`` as ``served`` gave it."""
     total, count = len(prompts), len(pools)
     deal = torch.arange(total).view(-1, count).T  # the rows that each pool works on, [pools, rows]
-    cache = Cache(policy.shape, *deal.shape, task.prompt_tokens + task.answer_tokens, cache_rounding(pools))
+    cache = Cache(policy.shape, count, deal.shape[1], task.prompt_tokens + task.answer_tokens, cache_rounding(pools))
     answer = torch.full((total, task.answer_tokens), task.again)
     log_q = torch.zeros(total, task.answer_tokens, policy.shape.vocabulary)
     attempts, rewards = torch.zeros(total, dtype=torch.int64), torch.zeros(total)

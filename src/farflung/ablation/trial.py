@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,9 +68,9 @@ class Trainer:
             if not len(rows):
                 continue
             acted = batch.acted[rows]
-            loss, measured = self._loss(batch, rows, advantages[rows], attempts)
+            loss, each = self._loss(batch, rows, advantages[rows], attempts)
             loss.backward()  # type: ignore[no-untyped-call]
-            found.append(measured)
+            found.append(each)
             origins.append(batch.pools[rows][:, None].expand_as(acted)[acted])
         norm = 0.0
         lr = self._train.lr * min(1.0, (self.version + 1) / (self._train.warmup + 1))
@@ -80,14 +81,15 @@ class Trainer:
             self._optimizer.step()
         staleness = self.version - batch.version
         self.version += 1
-        measured = _concat(found)
+        measured = TokenDiagnostics.cat(found) if found else None
         origin = torch.cat([*origins, torch.zeros(0, dtype=torch.int64)])
-        everywhere = torch.ones_like(origin, dtype=torch.bool)
         return UpdateMetrics(
             update=self.version,
-            all=_stats(measured, everywhere, batch.rewards, staleness),
+            all=_stats(measured, batch.rewards, staleness),
             pools={
-                name: _stats(measured, origin == pool, batch.rewards[batch.pools == pool], staleness)
+                name: _stats(
+                    measured and measured.select(origin == pool), batch.rewards[batch.pools == pool], staleness
+                )
                 for pool, name in enumerate(names)
             },
             trained_groups=int(taught.sum()),
@@ -121,14 +123,6 @@ class Trainer:
         )
 
 
-def _concat(parts: list[TokenDiagnostics]) -> TokenDiagnostics:
-    blank = TokenDiagnostics.blank(torch.zeros(0, dtype=torch.bool), torch.float32)
-    parts = [blank, *parts]
-    return TokenDiagnostics(
-        *(torch.cat([getattr(part, name) for part in parts]) for name in TokenDiagnostics.__slots__)
-    )
-
-
 def _supports(log_q: Tensor) -> Supports:
     """[rows, vocabulary] with -inf outside each row's candidates."""
     kept = log_q > -torch.inf
@@ -137,23 +131,15 @@ def _supports(log_q: Tensor) -> Supports:
     return Supports(kept.nonzero()[:, 1], log_q[kept], offsets)
 
 
-def _stats(found: TokenDiagnostics, mine: Tensor, rewards: Tensor, staleness: int) -> TokenStats:
-    measured = found.measured & mine
-
-    def mean(values: Tensor) -> float:
-        return float(values[measured].double().mean()) if measured.any() else 0.0
-
+def _stats(found: TokenDiagnostics | None, rewards: Tensor, staleness: int) -> TokenStats:
+    means: dict[str, Any] = {} if found is None else found.summary()
     return TokenStats(
         samples=len(rewards),
-        tokens=int(measured.sum()),
+        tokens=0 if found is None else int(found.measured.sum()),
         reward=float(rewards.mean()),
-        kl=mean(found.kl),
-        k3=mean(found.k3),
-        out_of_band=mean(found.out_of_band),
-        masked=mean(found.masked),
-        entropy=mean(found.entropy),
         staleness=float(staleness),
         staleness_max=staleness,
+        **means,
     )
 
 
