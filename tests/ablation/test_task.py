@@ -32,8 +32,8 @@ def test_malformed_is_what_is_not_symbols_and_a_stop() -> None:
     assert TASK.malformed(attempts).tolist() == [False, True, True, False]
 
 
-def test_demonstrations_end_right_and_only_that_attempt_is_imitated() -> None:
-    ids, imitated = TASK.demonstrations(300, torch.Generator().manual_seed(1))
+def test_demonstrations_show_one_right_attempt_after_some_wrong_ones() -> None:
+    ids, imitated = TASK.demonstrations(300, 0.0, torch.Generator().manual_seed(1))
     prompts, answer = ids[:, :4], ids[:, 4:]
     assert (imitated.sum(-1) == 4).all()
     assert torch.equal(answer[imitated].view(-1, 4), TASK.solution(prompts))
@@ -42,3 +42,11 @@ def test_demonstrations_end_right_and_only_that_attempt_is_imitated() -> None:
     assert (answer[:, 4] == AGAIN).all()
     late = answer[first == 2][:, :4]
     assert 0.3 < (late != TASK.solution(prompts[first == 2])).any(-1).float().mean() < 1
+
+
+def test_demonstrations_slip_as_often_as_they_are_told() -> None:
+    ids, imitated = TASK.demonstrations(4000, 0.25, torch.Generator().manual_seed(1))
+    shown = ids[:, 4:][imitated].view(-1, 4)
+    wrong = shown != TASK.solution(ids[:, :4])
+    assert not wrong[:, 3].any()
+    assert abs(wrong[:, :3].float().mean() - 0.25 * 4 / 5) < 0.02

@@ -19,7 +19,7 @@ TREE: dict[str, Any] = {
     "ablation": {"name": "tiny", "updates": 6, "window": 2},
     "task": {"symbols": 3, "length": 2, "attempts": 3},
     "model": {"width": 16, "layers": 2, "heads": 2, "mlp": 32},
-    "start": {"reward": 0.3, "updates": 400, "batch": 64, "lr": 1e-2},
+    "start": {"updates": 150, "batch": 64, "lr": 1e-2},
     "train": {"groups": 8, "group_size": 4, "lag": 2, "lr": 1e-3},
     "mixed": [
         {"name": "nvfp4", "weights": "nvfp4", "kv": "fp8"},

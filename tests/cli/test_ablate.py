@@ -30,7 +30,7 @@ heads = 2
 mlp = 32
 
 [start]
-reward = 0.3
+updates = 50
 lr = 1e-2
 
 [train]

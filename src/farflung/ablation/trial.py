@@ -56,40 +56,35 @@ class Trainer:
         self._optimizer = _optimizer(recipe.train, list(self.weights.values()))
 
     def step(self, batch: Batch, names: list[str]) -> UpdateMetrics:
-        """One update; groups whose rewards are all alike teach nothing and are passed over, as in every run."""
+        """One update; groups whose rewards are all alike teach nothing, but they are measured."""
         size = self._train.group_size
-        rewards = batch.rewards.view(-1, size)
-        advantages = torch.tensor([group_advantages(row, std=self._train.std) for row in rewards.tolist()]).flatten()
-        taught = (advantages != 0).view(-1, size).any(-1)
+        rewards = batch.rewards.view(-1, size).tolist()
+        advantages = torch.tensor([group_advantages(row, std=self._train.std) for row in rewards])
+        taught = (advantages != 0).any(-1)
         self._optimizer.zero_grad()
         found, origins = [], []
         for attempts in range(1, self._task.attempts + 1):  # trajectories of one length at a time: nothing is padded
-            rows = ((advantages != 0) & (batch.attempts == attempts)).nonzero().squeeze(1)
-            if not len(rows):
-                continue
-            acted = batch.acted[rows]
-            loss, each = self._loss(batch, rows, advantages[rows], attempts)
-            loss.backward()  # type: ignore[no-untyped-call]
-            found.append(each)
-            origins.append(batch.pools[rows][:, None].expand_as(acted)[acted])
-        norm = 0.0
+            for teach in (True, False):
+                rows = (taught.repeat_interleave(size) == teach) & (batch.attempts == attempts)
+                if not rows.any():
+                    continue
+                with torch.set_grad_enabled(teach):
+                    loss, measured = self._loss(batch, rows, advantages.flatten() if teach else None, attempts)
+                if teach:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                acted = batch.acted[rows]
+                found.append(measured)
+                origins.append(batch.pools[rows][:, None].expand_as(acted)[acted])
         lr = self._train.lr * min(1.0, (self.version + 1) / (self._train.warmup + 1))
-        if found:
-            norm = float(torch.nn.utils.clip_grad_norm_(self.weights.values(), self._train.clip))
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
+        norm = self._move(lr) if taught.any() else 0.0
         staleness = self.version - batch.version
         self.version += 1
-        measured = TokenDiagnostics.cat(found) if found else None
-        origin = torch.cat([*origins, torch.zeros(0, dtype=torch.int64)])
+        every, origin = TokenDiagnostics.cat(found), torch.cat(origins)
         return UpdateMetrics(
             update=self.version,
-            all=_stats(measured, batch.rewards, staleness),
+            all=_stats(every, batch.rewards, staleness),
             pools={
-                name: _stats(
-                    measured and measured.select(origin == pool), batch.rewards[batch.pools == pool], staleness
-                )
+                name: _stats(every.select(origin == pool), batch.rewards[batch.pools == pool], staleness)
                 for pool, name in enumerate(names)
             },
             trained_groups=int(taught.sum()),
@@ -99,11 +94,24 @@ class Trainer:
             length=float(batch.acted.sum(-1).float().mean()),
             turns=float(batch.attempts.float().mean()),
             format_errors=float(batch.malformed.float().mean()),
-            trained_tokens=len(origin),
+            trained_tokens=int(batch.acted[taught.repeat_interleave(size)].sum()),
         )
 
-    def _loss(self, batch: Batch, rows: Tensor, advantages: Tensor, attempts: int) -> tuple[Tensor, TokenDiagnostics]:
-        """The trainer's loss over the recorded candidates of trajectories with so many attempts."""
+    def _move(self, lr: float) -> float:
+        """The optimiser's step; returns the gradient's norm before it is clipped."""
+        norm = float(torch.nn.utils.clip_grad_norm_(self.weights.values(), self._train.clip))
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        return norm
+
+    def _loss(
+        self, batch: Batch, rows: Tensor, advantages: Tensor | None, attempts: int
+    ) -> tuple[Tensor, TokenDiagnostics]:
+        """The trainer's loss over the recorded candidates of the given trajectories, which have so many attempts.
+
+        ``advantages`` of the whole batch; without them only the measurement means something.
+        """
         answer = attempts * self._task.turn_tokens - 1
         prompt = self._task.prompt_tokens
         ids, acted = batch.ids[rows, : prompt + answer], batch.acted[rows, :answer]
@@ -115,7 +123,7 @@ class Trainer:
             None,
             _supports(batch.log_q[rows, :answer][acted]),
             ids[:, prompt:][acted],
-            advantages[:, None].expand_as(acted)[acted],
+            (torch.ones(len(acted)) if advantages is None else advantages[rows])[:, None].expand_as(acted)[acted],
             weight=self._weight,
             centering=self._centering,
             temperature=self._temperature,
@@ -131,11 +139,11 @@ def _supports(log_q: Tensor) -> Supports:
     return Supports(kept.nonzero()[:, 1], log_q[kept], offsets)
 
 
-def _stats(found: TokenDiagnostics | None, rewards: Tensor, staleness: int) -> TokenStats:
-    means: dict[str, Any] = {} if found is None else found.summary()
+def _stats(found: TokenDiagnostics, rewards: Tensor, staleness: int) -> TokenStats:
+    means: dict[str, Any] = found.summary()
     return TokenStats(
         samples=len(rewards),
-        tokens=0 if found is None else int(found.measured.sum()),
+        tokens=int(found.measured.sum()),
         reward=float(rewards.mean()),
         staleness=float(staleness),
         staleness_max=staleness,
