@@ -32,16 +32,21 @@ def test_a_run_that_learns_has_no_sign() -> None:
     assert (found.kl_step, found.reward_step, found.gradient_step, found.collapse_step) == (None, None, None, None)
 
 
-def test_two_signs_that_stand_until_the_end_are_a_collapse() -> None:
+def test_a_collapse_is_the_first_update_at_which_two_signs_stand() -> None:
     found = signs([0.5] * 4 + [0.3] * 4, [0.01] * 5 + [0.1] * 3)
     assert (found.reward_step, found.kl_step, found.collapse_step) == (5, 6, 6)
-    assert found.kl_growth == pytest.approx(10.0)
+    assert found.kl_growth == found.kl_peak_growth == pytest.approx(10.0)
 
 
-def test_one_sign_alone_is_none_and_one_that_passes_is_none() -> None:
+def test_one_sign_alone_is_no_collapse() -> None:
     assert signs([0.5] * 4 + [0.3] * 4, [0.01] * 8).collapse_step is None
+    assert signs([0.9] * 8, [0.01] * 4 + [0.1] * 4).collapse_step is None
+
+
+def test_a_run_that_comes_back_has_collapsed_all_the_same() -> None:
     found = signs([0.5] * 3 + [0.2, 0.2, 0.9, 0.9, 0.9], [0.01] * 4 + [0.1, 0.1, 0.01, 0.01])
-    assert (found.reward_step, found.kl_step, found.collapse_step) == (None, None, None)
+    assert (found.reward_step, found.kl_step, found.collapse_step) == (4, 5, 5)
+    assert (found.final, found.kl_growth, found.kl_peak_growth) == pytest.approx((0.9, 1.0, 10.0))
 
 
 def test_gradients_and_format_errors_are_the_third_sign() -> None:

@@ -20,7 +20,7 @@ TREE: dict[str, Any] = {
     "task": {"symbols": 3, "length": 2, "attempts": 3},
     "model": {"width": 16, "layers": 2, "heads": 2, "mlp": 32},
     "start": {"updates": 150, "batch": 64, "lr": 1e-2},
-    "train": {"groups": 8, "group_size": 4, "lag": 2, "lr": 1e-3},
+    "train": {"groups": 8, "group_size": 4, "lag": 2, "lr": 1e-3, "warmup": 0},
     "mixed": [
         {"name": "nvfp4", "weights": "nvfp4", "kv": "fp8"},
         {"name": "mxfp4", "weights": "mxfp4", "kv": "fp8"},

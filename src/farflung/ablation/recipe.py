@@ -15,9 +15,9 @@ Rate = Annotated[float, Field(gt=0)]
 class AblationConfig(Section):
     name: Name = "ablation"
     """Name of the ablation; its folder is runs/NAME unless --dir says otherwise."""
-    updates: Positive = 300
+    updates: Positive = 600
     """Optimiser steps of each run."""
-    window: Positive = 20
+    window: Positive = 50
     """Updates over which starts and ends are averaged and signs are smoothed."""
 
 
@@ -26,9 +26,9 @@ class TaskConfig(Section):
     """sort: write the prompt's symbols in order, then STOP; reward 1 for exactly that, else another attempt, and 0 at last."""
     symbols: Annotated[int, Field(ge=2, le=64)] = 10
     """Different symbols that a prompt is made of."""
-    length: Positive = 8
+    length: Positive = 6
     """Symbols of a prompt."""
-    attempts: Positive = 1
+    attempts: Positive = 3
     """Attempts at a prompt; a right one ends the trajectory."""
 
 
@@ -72,9 +72,9 @@ class TrainConfig(Section):
     """Versions between sampling a batch and training on it."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """sgd is plain, without momentum."""
-    lr: Rate = 1.5e-4
+    lr: Rate = 2e-4
     """Learning rate, constant after warm-up."""
-    warmup: Annotated[int, Field(ge=0)] = 0
+    warmup: Annotated[int, Field(ge=0)] = 10
     """Updates over which the learning rate rises to lr."""
     betas: tuple[float, float] = (0.9, 0.98)
     """AdamW betas."""
@@ -84,7 +84,7 @@ class TrainConfig(Section):
     """Gradient norm is clipped to this."""
     std: bool = False
     """Divide the group's centred rewards by their standard deviation."""
-    band: tuple[float, float] = (0.5, 5.0)
+    band: tuple[float, float] = (0.5, 1.5)
     """Ratios p/q kept by the arms with masked importance sampling, ends included."""
 
 

@@ -7,8 +7,9 @@ Three signs, each on means over a window of updates:
     gradient   the gradient norm stands above twenty times its start, or the share of malformed answers above its start
                by a fifth of all answers
 
-A run has collapsed when two of the three stand until its end; the step is the first update from which they do. One alone is
-no collapse: a policy that learns becomes surer of itself and moves away from its samplers, and a reward may dip.
+A run has collapsed at the first update at which two of the three stand. One alone is no collapse: a policy that learns
+becomes surer of itself and moves away from its samplers, and a reward may dip. A run that comes back has collapsed all the same;
+what became of it is in its final reward.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Signs:
     final: float
     kl_start: float
     kl_final: float
+    kl_peak: float
     kl_step: int | None
     reward_step: int | None
     gradient_step: int | None
@@ -44,7 +46,13 @@ class Signs:
 
     @property
     def kl_growth(self) -> float:
+        """The last window's over the first's."""
         return self.kl_final / self.kl_start if self.kl_start else math.nan
+
+    @property
+    def kl_peak_growth(self) -> float:
+        """The highest window's over the first's."""
+        return self.kl_peak / self.kl_start if self.kl_start else math.nan
 
 
 def read_signs(rows: Sequence[UpdateMetrics], *, fresh: int, window: int) -> Signs:
@@ -53,9 +61,8 @@ def read_signs(rows: Sequence[UpdateMetrics], *, fresh: int, window: int) -> Sig
     The start of KL, gradient and format errors is the window that begins with the last of these: before, batches are
     younger than they will ever be again.
     """
-    first = min(fresh, len(rows) - 1)
-    settled = min(first + window - 1, len(rows) - 1)
-    start = mean([row.all.reward for row in rows[: first + 1]])
+    settled = min(fresh + window - 1, len(rows) - 1)
+    start = mean([row.all.reward for row in rows[: fresh + 1]])
     reward = smooth([row.all.reward for row in rows], window)
     kl = smooth([row.all.kl if row.all.tokens else math.nan for row in rows], window)
     gradient = smooth([row.grad_norm for row in rows], window)
@@ -69,12 +76,8 @@ def read_signs(rows: Sequence[UpdateMetrics], *, fresh: int, window: int) -> Sig
         for at in range(settled, len(rows))
     ]
 
-    def since(holds: Callable[[tuple[bool, bool, bool]], bool]) -> int | None:
-        """The update from which a condition holds until the end."""
-        count = 0
-        while count < len(signs) and holds(signs[-1 - count]):
-            count += 1
-        return rows[len(rows) - count].update if count else None
+    def first(holds: Callable[[tuple[bool, bool, bool]], bool]) -> int | None:
+        return next((rows[settled + at].update for at, sign in enumerate(signs) if holds(sign)), None)
 
     return Signs(
         updates=len(rows),
@@ -83,10 +86,11 @@ def read_signs(rows: Sequence[UpdateMetrics], *, fresh: int, window: int) -> Sig
         final=reward[-1],
         kl_start=kl[settled],
         kl_final=kl[-1],
-        kl_step=since(lambda sign: sign[0]),
-        reward_step=since(lambda sign: sign[1]),
-        gradient_step=since(lambda sign: sign[2]),
-        collapse_step=since(lambda sign: sum(sign) >= 2),
+        kl_peak=max((value for value in kl[settled:] if not math.isnan(value)), default=math.nan),
+        kl_step=first(lambda sign: sign[0]),
+        reward_step=first(lambda sign: sign[1]),
+        gradient_step=first(lambda sign: sign[2]),
+        collapse_step=first(lambda sign: sum(sign) >= 2),
     )
 
 

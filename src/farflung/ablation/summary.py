@@ -37,7 +37,15 @@ class ArmSummary:
     @property
     def kl_growth(self) -> float:
         """Geometric mean over the seeds."""
-        return math.exp(self.mean(lambda s: math.log(s.kl_growth) if s.kl_growth > 0 else math.nan))
+        return self._geometric_mean(lambda s: s.kl_growth)
+
+    @property
+    def kl_peak_growth(self) -> float:
+        """Geometric mean over the seeds."""
+        return self._geometric_mean(lambda s: s.kl_peak_growth)
+
+    def _geometric_mean(self, pick: Callable[[Signs], float]) -> float:
+        return math.exp(self.mean(lambda s: math.log(pick(s)) if pick(s) > 0 else math.nan))
 
     @property
     def collapse_step(self) -> int | None:
@@ -54,6 +62,7 @@ class ArmSummary:
             "kl_start": _figures(self.mean(lambda s: s.kl_start)),
             "kl_final": _figures(self.mean(lambda s: s.kl_final)),
             "kl_growth": _figures(self.kl_growth),
+            "kl_peak_growth": _figures(self.kl_peak_growth),
             "collapse_step": self.collapse_step,
             "runs": [
                 {
@@ -62,6 +71,7 @@ class ArmSummary:
                     "best": round(signs.best, 4),
                     "final": round(signs.final, 4),
                     "kl_growth": _figures(signs.kl_growth),
+                    "kl_peak_growth": _figures(signs.kl_peak_growth),
                     "kl_step": signs.kl_step,
                     "reward_step": signs.reward_step,
                     "gradient_step": signs.gradient_step,
@@ -94,7 +104,7 @@ def write_summary(arms: Sequence[ArmSummary], path: Path) -> None:
 
 def show(arms: Sequence[ArmSummary], console: Console) -> None:
     table = Table(title="reward and KL of every arm", title_justify="left")
-    for name in ("arm", "seeds", "start", "best", "final", "KL", "growth", "collapse"):
+    for name in ("arm", "seeds", "start", "best", "final", "KL", "growth", "peak", "collapse"):
         table.add_column(name, justify="left" if name == "arm" else "right")
     for arm in arms:
         table.add_row(*row(arm))
@@ -112,6 +122,7 @@ def row(arm: ArmSummary) -> list[str]:
         f"{arm.mean(lambda s: s.final):.2f}{spread}",
         f"{arm.mean(lambda s: s.kl_start):.2g} → {arm.mean(lambda s: s.kl_final):.2g}",
         f"{arm.kl_growth:.2g}×",
+        f"{arm.kl_peak_growth:.2g}×",
         "–" if arm.collapse_step is None else str(arm.collapse_step),
     ]
 
