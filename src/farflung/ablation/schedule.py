@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from farflung.ablation.folder import Folder, Run
 from farflung.core.errors import InfraError
+from farflung.run.processes import child_environment
 
 POLL_SECONDS = 0.5
 LINE_SECONDS = 60.0
@@ -32,17 +32,11 @@ class _Job:
 
     @staticmethod
     def start(folder: Folder, run: Run) -> _Job:
-        environment = os.environ | {
-            "FARFLUNG_PARENT": str(os.getpid()),
-            "OMP_NUM_THREADS": "1",
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "MKL_NUM_THREADS": "1",
-        }
         folder.rows_file(run).unlink(missing_ok=True)
         with folder.log_file(run).open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "farflung.ablation.job", str(folder.path), run.name],
-                env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+                env=child_environment(), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         return _Job(run, process)
 
