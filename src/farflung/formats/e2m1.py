@@ -32,3 +32,9 @@ def decode(packed: Tensor) -> Tensor:
     """[..., n / 2] uint8 -> [..., n] float32."""
     pairs = _PAIRS.to(packed.device).index_select(0, packed.reshape(-1).int())
     return pairs.view(*packed.shape[:-1], packed.shape[-1] * 2)
+
+
+def decode_at(packed: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """What ``decode`` gives at [rows[i], columns[i]]. packed [m, n / 2] uint8; rows, columns [k] int64 -> [k] float32."""
+    codes = packed[rows, columns >> 1].int() >> (columns.int() & 1) * 4 & 15
+    return VALUES.to(packed.device).index_select(0, codes)

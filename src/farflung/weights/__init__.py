@@ -1,17 +1,22 @@
-"""Weight versions: the trainer publishes exact BF16 deltas, samplers fetch and verify them, any store lies between."""
+"""Weight versions: the trainer publishes exact deltas for every format, samplers stage, verify and apply them, any store lies between."""
 
+from farflung.weights.compactor import Compactor
 from farflung.weights.publisher import Published, Publisher
 from farflung.weights.store import Conflict, FolderStore, Missing, Store, StoreError, open_store
-from farflung.weights.subscriber import Subscriber
+from farflung.weights.streams import Shard
+from farflung.weights.subscriber import Subscriber, Update
 
 __all__ = [
+    "Compactor",
     "Conflict",
     "FolderStore",
     "Missing",
     "Published",
     "Publisher",
+    "Shard",
     "Store",
     "StoreError",
     "Subscriber",
+    "Update",
     "open_store",
 ]

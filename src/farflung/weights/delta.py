@@ -1,204 +1,232 @@
-"""The codec: what changed between two sets of BF16 tensors, exactly, as one object.
+"""The codec: what becomes of some pieces of a stream, exactly, as one object.
 
-Bits in, bits out (uint16 arrays of the tensors' shapes), so NaN payloads and negative zeros survive. An object is a
-frame (``core/frame.py``) whose header lists, for each tensor in it, ``[name, shape, form, count]``:
+An object is a frame (``core/frame.py``) whose header is ``{"kind": "delta-2", "pieces": N}``. Its arrays are zstd frames:
 
-- ``gaps``: ``count`` elements changed. Each is a gap (elements between it and the changed one before it, or the tensor's
-  start) and the difference of its bits, new minus old modulo 2^16, zigzagged so that small steps are small numbers.
-- ``whole``: all ``count`` elements, for a tensor without a base and for one of which more than a quarter changed.
+    table      per piece: its number in the schema less that of the piece before it, less one (uint32), its form (uint8),
+               how many of its elements changed (uint32); three columns, one after the other
+    (hashes)   per piece: xxh3-128 of its bits afterwards, 16 bytes, plain
+    planes     of the changes of form 0 (``planes.py``), and for forms 1 and 2 dense1.0, whole2.1 ...: all elements of
+               the pieces of that form and that width in bytes, by byte of an item, lowest first
 
-Numbers of all the object's tensors are laid end to end and split into byte planes, each compressed by zstd: ``gap0``
-(lowest bytes) and up, ``ulp0`` and ``ulp1``, ``whole0`` and ``whole1``.
+Forms: 0 sparse, gaps and steps of the elements that changed; 1 dense, a step for every element, where more than a quarter
+changed; 2 whole, the bits themselves, for a piece without a base. 0 and 1 can be taken back and folded.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
-import zstandard
 
 from farflung.core import frame
-from farflung.core.errors import Corrupt
+from farflung.core.errors import BadInput, Corrupt
+from farflung.weights import changes as sparse
+from farflung.weights.changes import Changes
+from farflung.weights.elements import Bits, Bytes, ElementType, digest
+from farflung.weights.planes import Planes, compress, decompress, entropy_bytes, pack, unpack
+from farflung.weights.schema import Piece, Schema
 
-KIND = "bf16-delta-1"
+KIND = "delta-2"
 DENSE_SHARE = 0.25
-
-Bits = npt.NDArray[np.uint16]
-Bytes = npt.NDArray[np.uint8]
-Unsigned = npt.NDArray[np.unsignedinteger[Any]]
-Form = Literal["gaps", "whole"]
+HASH = 16
+SPARSE, DENSE, WHOLE = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of an object; ``count`` is the number of values it takes from the planes."""
+class Dense:
+    """A step for every element, packed as the array is."""
 
-    name: str
-    shape: tuple[int, ...]
-    form: Form
-    count: int
+    steps: Bits
 
 
-def encode(after: Mapping[str, Bits], before: Mapping[str, Bits]) -> tuple[bytes, dict[str, int]]:
-    """One object that turns ``before`` into ``after``, and how many elements of each tensor changed.
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The bits themselves."""
 
-    A tensor that ``before`` lacks is sent whole. Both sides of a pair have the same shape.
+    bits: Bits
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What becomes of one piece: its number, the hash of its bits afterwards, and how it gets there."""
+
+    piece: int
+    after: bytes
+    content: Changes | Dense | Whole
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An object's bytes, how many elements changed in it, and the fewest bytes that their positions and steps need.
+
+    Forms 1 and 2 count as they are: what their elements need at least is not known.
     """
-    entries: list[Entry] = []
-    changed: dict[str, int] = {}
-    gaps: list[Unsigned] = []
-    steps: list[Bits] = []
-    whole: list[Bits] = []
-    for name, new in after.items():
-        flat = new.reshape(-1)
-        positions = None
-        if name in before:
-            old = before[name].reshape(-1)
-            positions = np.flatnonzero(old != flat)
-        changed[name] = flat.size if positions is None else positions.size
-        if positions is None or positions.size > DENSE_SHARE * flat.size:
-            whole.append(flat)
-            entries.append(Entry(name, new.shape, "whole", flat.size))
-        else:
-            gaps.append((np.diff(positions, prepend=-1) - 1).astype(np.uint64))
-            steps.append(_zigzag(flat[positions] - old[positions]))
-            entries.append(Entry(name, new.shape, "gaps", positions.size))
-    gap = np.concatenate(gaps) if gaps else np.zeros(0, np.uint64)
-    planes = _split("gap", gap, _width(int(gap.max(initial=0))))
-    planes |= _split("ulp", np.concatenate(steps) if steps else np.zeros(0, np.uint16), 2)
-    planes |= _split("whole", np.concatenate(whole) if whole else np.zeros(0, np.uint16), 2)
-    header = {"kind": KIND, "tensors": [[e.name, list(e.shape), e.form, e.count] for e in entries]}
-    return frame.encode(header, planes), changed
+
+    raw: bytes
+    changed: int
+    bound: float
 
 
-def decode(
-    raw: bytes, base: Mapping[str, Bits], shapes: Mapping[str, tuple[int, ...]], *, where: str = "delta"
-) -> dict[str, Bits]:
-    """The object's tensors after the change, as new arrays; ``base`` stays as it is.
+def compare(number: int, piece: Piece, before: Bits, after: Bits) -> Change | None:
+    """What turns a piece's bits into others; None if they are the same."""
+    changes = sparse.find(before, after, piece.kind)
+    if not len(changes):
+        return None
+    hash = digest(after)
+    if len(changes) <= DENSE_SHARE * piece.size:
+        return Change(number, hash, changes)
+    return Change(number, hash, Dense(_difference(after, before, piece.kind)))
 
-    ``shapes`` says which tensors may occur and how large they are: nothing larger is ever allocated. Raises Corrupt with
-    the object and, where one is at fault, the tensor.
+
+def apply(array: Bits, content: Changes | Dense | Whole, kind: ElementType) -> None:
+    """Bring a piece's bits to what they become, in place."""
+    match content:
+        case Changes():
+            sparse.apply(array, content, kind)
+        case Dense(steps):
+            array[...] = _difference(array, _difference(np.zeros_like(steps), steps, kind), kind)
+        case Whole(bits):
+            array[...] = bits
+
+
+def invert(content: Changes | Dense | Whole, kind: ElementType) -> Changes | Dense:
+    """What takes it back. Raises BadInput for a piece that came whole: what was there before is not known."""
+    match content:
+        case Changes():
+            return sparse.invert(content, kind)
+        case Dense(steps):
+            return Dense(_difference(np.zeros_like(steps), steps, kind))
+        case Whole():
+            raise BadInput("a piece that came whole cannot be taken back", where="delta")
+
+
+def encode(changes: Sequence[Change], schema: Schema) -> Encoded:
+    """One object of changes to different pieces, in rising order of their numbers."""
+    pieces = [schema.pieces[change.piece] for change in changes]
+    forms = np.array([_form(change.content) for change in changes], np.uint8)
+    counts = [_count(change, piece) for change, piece in zip(changes, pieces, strict=True)]
+    numbers = np.array([change.piece for change in changes], np.int64)
+    columns = (np.diff(numbers, prepend=-1) - 1).astype("<u4"), forms, np.array(counts, "<u4")
+    found = [c.content for c in changes if isinstance(c.content, Changes)]
+    spans = [p.span(n) for p, n, form in zip(pieces, counts, forms, strict=True) if form == SPARSE]
+    planes, seen = pack(spans, found)
+    bound = entropy_bytes(spans, seen)
+    for name, form in (("dense", DENSE), ("whole", WHOLE)):
+        for width in (1, 2, 4):
+            arrays = [_bits(c.content) for c, p in zip(changes, pieces, strict=True) if _takes(c, p, form, width)]
+            if sum(map(len, arrays)):
+                rows = np.concatenate(arrays).view(np.uint8).reshape(-1, width)
+                packed = {f"{name}{width}.{i}": compress(np.ascontiguousarray(rows[:, i])) for i in range(width)}
+                bound += sum(map(len, packed.values()))
+                planes |= packed
+    table = {"table": compress(np.concatenate([column.view(np.uint8) for column in columns]))}
+    table["hashes"] = np.frombuffer(b"".join(change.after for change in changes), np.uint8)
+    raw = frame.encode({"kind": KIND, "pieces": len(changes)}, (table if changes else {}) | planes)
+    return Encoded(raw, sum(counts), bound)
+
+
+def decode(raw: bytes, schema: Schema, *, where: str) -> list[Change]:
+    """The object's changes. Every number is checked before it is used, every size before memory is taken for it.
+
+    Raises Corrupt with the object and, where one is at fault, the tensor.
     """
-    header, planes = frame.decode(raw, where=where)
-    entries = _entries(header, shapes, where)
-    for entry in entries:
-        if entry.form == "gaps" and (entry.name not in base or base[entry.name].shape != entry.shape):
-            raise Corrupt("the change has no base of its shape", where=f"{where}, tensor {entry.name}")
-    sparse = sum(entry.count for entry in entries if entry.form == "gaps")
-    dense = sum(entry.count for entry in entries if entry.form == "whole")
-    gap = _join(planes, "gap", sparse, np.dtype(np.uint64), where)
-    ulp = _join(planes, "ulp", sparse, np.dtype(np.uint16), where)
-    whole = _join(planes, "whole", dense, np.dtype(np.uint16), where)
-    if planes:
-        raise Corrupt(f"planes that are no part of the form: {sorted(planes)}", where=where)
-    tensors: dict[str, Bits] = {}
-    at = at_whole = 0
-    for entry in entries:
-        if entry.form == "whole":
-            tensors[entry.name] = whole[at_whole : at_whole + entry.count].reshape(entry.shape).copy()
-            at_whole += entry.count
-            continue
-        positions = _positions(gap[at : at + entry.count], math.prod(entry.shape), f"{where}, tensor {entry.name}")
-        flat = base[entry.name].reshape(-1).copy()
-        flat[positions] += _unzigzag(ulp[at : at + entry.count])
-        tensors[entry.name] = flat.reshape(entry.shape)
-        at += entry.count
-    return tensors
-
-
-def _entries(header: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str) -> list[Entry]:
-    if set(header) != {"kind", "tensors"} or header["kind"] != KIND or not isinstance(header["tensors"], list):
+    header, arrays = frame.decode(raw, where=where)
+    if set(header) != {"kind", "pieces"} or header["kind"] != KIND or type(header["pieces"]) is not int:
         raise Corrupt(f"not a {KIND} object: {str(header)[:200]}", where=where)
-    entries: list[Entry] = []
-    seen: set[str] = set()
-    for item in header["tensors"]:
-        if not isinstance(item, list) or len(item) != 4:
-            raise Corrupt(f"not a tensor's entry: {str(item)[:200]}", where=where)
-        name, shape, form, count = item
-        place = f"{where}, tensor {str(name)[:200]}"
-        if not isinstance(name, str) or name not in shapes or name in seen:
-            raise Corrupt("the tensor is unknown or comes twice", where=place)
-        if shape != list(shapes[name]):
-            raise Corrupt(f"its shape is {str(shape)[:200]}, not {list(shapes[name])}", where=place)
-        size = math.prod(shapes[name])
-        if form not in ("gaps", "whole") or type(count) is not int or not 0 <= count <= size:
-            raise Corrupt(f"form {form!r} with {count!r} of {size} elements", where=place)
-        if form == "whole" and count != size:
-            raise Corrupt(f"{count} of {size} elements of a whole tensor", where=place)
-        seen.add(name)
-        entries.append(Entry(name, shapes[name], form, count))
-    return entries
-
-
-def _positions(gaps: Unsigned, size: int, where: str) -> npt.NDArray[np.int64]:
-    """Indices of the changed elements, strictly rising and below ``size``. A float64 sum first, as it cannot wrap."""
-    if float(gaps.sum(dtype=np.float64)) + gaps.size > 2.0 * size:
-        raise Corrupt(f"an index is outside its {size} elements", where=where)
-    positions = np.cumsum(gaps.astype(np.int64) + 1) - 1
-    if positions.size and positions[-1] >= size:
-        raise Corrupt(f"index {positions[-1]} is outside its {size} elements", where=where)
-    return positions
-
-
-def _zigzag(steps: Bits) -> Bits:
-    """0, -1, 1, -2, 2 ... (modulo 2^16) to 0, 1, 2, 3, 4 ..."""
-    signed = steps.view(np.int16)
-    codes: Bits = ((signed << 1) ^ (signed >> 15)).view(np.uint16)
-    return codes
-
-
-def _unzigzag(codes: Bits) -> Bits:
-    steps: Bits = (codes >> 1) ^ np.negative(codes & 1)
-    return steps
-
-
-def _width(largest: int) -> int:
-    """Bytes that a number needs."""
-    return max(1, (largest.bit_length() + 7) // 8)
-
-
-def _split(name: str, numbers: Unsigned, width: int) -> dict[str, Bytes]:
-    """Numbers as compressed byte planes, lowest first; none for no numbers."""
-    if not numbers.size:
-        return {}
-    pack = zstandard.ZstdCompressor(level=1)
-    rows = numbers.astype(numbers.dtype.newbyteorder("<"), copy=False).view(np.uint8).reshape(numbers.size, -1)
-    return {
-        f"{name}{i}": np.frombuffer(pack.compress(np.ascontiguousarray(rows[:, i]).tobytes()), np.uint8)
-        for i in range(width)
+    n = header["pieces"]
+    if not 0 <= n <= len(schema.pieces):
+        raise Corrupt(f"it is of {n} pieces, the schema has {len(schema.pieces)}", where=where)
+    numbers, forms, counts, hashes = _table(arrays, n, schema, where)
+    pieces = [schema.pieces[number] for number in numbers]
+    spans = [p.span(c) for p, form, c in zip(pieces, forms, counts, strict=True) if form == SPARSE]
+    found = iter(unpack(arrays, spans, where))
+    take = Planes(arrays, where)
+    values = {
+        (form, width): _rows(
+            take, f"{name}{width}", sum(_items(p, f, form, width) for p, f in zip(pieces, forms, strict=True)), width
+        )
+        for name, form in (("dense", DENSE), ("whole", WHOLE))
+        for width in (1, 2, 4)
     }
+    if arrays:
+        raise Corrupt(f"planes that are no part of the form: {sorted(arrays)}", where=where)
+    at = dict.fromkeys(values, 0)
+    changes: list[Change] = []
+    for number, piece, form, after in zip(numbers, pieces, forms, hashes, strict=True):
+        if form == SPARSE:
+            changes.append(Change(number, after, next(found)))
+            continue
+        key, length = (form, piece.kind.dtype.itemsize), piece.items.stop - piece.items.start
+        bits = values[key][at[key] : at[key] + length]
+        at[key] += length
+        changes.append(Change(number, after, Dense(bits) if form == DENSE else Whole(bits)))
+    return changes
 
 
-def _join(planes: dict[str, Bytes], name: str, count: int, dtype: np.dtype[Any], where: str) -> Any:
-    """Take a kind's planes out of ``planes`` and put their ``count`` numbers together. Raises Corrupt."""
-    numbers = np.zeros(count, dtype.newbyteorder("<"))
-    if not count:
-        return numbers
-    rows = numbers.view(np.uint8).reshape(count, dtype.itemsize)
-    for i in range(dtype.itemsize):
-        plane = planes.pop(f"{name}{i}", None)
-        if plane is None and (i == 0 or name != "gap"):
-            raise Corrupt(f"plane {name}{i} is missing", where=where)
-        if plane is not None:
-            rows[:, i] = _decompress(plane, count, f"{where}, plane {name}{i}")
-    return numbers
+def _table(
+    arrays: dict[str, Bytes], n: int, schema: Schema, where: str
+) -> tuple[list[int], list[int], list[int], list[bytes]]:
+    """The pieces' numbers, forms, counts and hashes, checked."""
+    if not n:
+        return [], [], [], []
+    if "table" not in arrays or "hashes" not in arrays:
+        raise Corrupt("its table is missing", where=where)
+    table, hashes = decompress(arrays.pop("table"), 9 * n, f"{where}, table"), arrays.pop("hashes").tobytes()
+    if len(hashes) != HASH * n:
+        raise Corrupt(f"{len(hashes)} bytes of hashes for {n} pieces", where=where)
+    numbers = np.cumsum(table[: 4 * n].view("<u4").astype(np.int64) + 1) - 1
+    forms, counts = table[4 * n : 5 * n], table[5 * n :].copy().view("<u4")
+    if numbers[-1] >= len(schema.pieces):
+        raise Corrupt(f"piece {numbers[-1]} of a schema of {len(schema.pieces)}", where=where)
+    for number, form, count in zip(numbers, forms, counts, strict=True):
+        piece = schema.pieces[number]
+        if form > WHOLE or count > piece.size or (form == WHOLE and count != piece.size):
+            place = f"{where}, tensor {piece.tensor}"
+            raise Corrupt(f"form {form} with {count} of {piece.size} elements", where=place)
+    return numbers.tolist(), forms.tolist(), counts.tolist(), [hashes[HASH * i : HASH * (i + 1)] for i in range(n)]
 
 
-def _decompress(plane: Bytes, count: int, where: str) -> Bytes:
-    """Exactly ``count`` bytes. The size that a zstd frame claims is what would be allocated, so it is checked first."""
-    raw = plane.tobytes()
-    try:
-        claimed = zstandard.frame_content_size(raw)
-        if claimed != count:
-            raise Corrupt(f"{claimed} bytes where {count} belong", where=where)
-        data = zstandard.ZstdDecompressor().decompress(raw, max_output_size=count, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise Corrupt(f"not a zstd frame: {error}", where=where) from None
-    if len(data) != count:
-        raise Corrupt(f"{len(data)} bytes where {count} belong", where=where)
-    return np.frombuffer(data, np.uint8)
+def _rows(take: Planes, name: str, count: int, width: int) -> Bits:
+    """``count`` items of ``width`` bytes out of their planes."""
+    rows = np.empty((count, width), np.uint8)
+    for i in range(width):
+        rows[:, i] = take.plane(f"{name}.{i}", count)
+    return rows.view(f"<u{width}").reshape(-1)
+
+
+def _difference(after: Bits, before: Bits, kind: ElementType) -> Bits:
+    if kind.bits != 4:
+        steps: Bits = np.subtract(after, before, dtype=after.dtype)
+        return steps
+    low, high = ((after & 15) - (before & 15)) & 15, ((after >> 4) - (before >> 4)) & 15
+    return (low | (high << 4)).astype(np.uint8)
+
+
+def _form(content: Changes | Dense | Whole) -> int:
+    return SPARSE if isinstance(content, Changes) else DENSE if isinstance(content, Dense) else WHOLE
+
+
+def _bits(content: Changes | Dense | Whole) -> Bits:
+    assert not isinstance(content, Changes)
+    return content.steps if isinstance(content, Dense) else content.bits
+
+
+def _takes(change: Change, piece: Piece, form: int, width: int) -> bool:
+    return _form(change.content) == form and piece.kind.dtype.itemsize == width
+
+
+def _items(piece: Piece, of: int, form: int, width: int) -> int:
+    return piece.items.stop - piece.items.start if of == form and piece.kind.dtype.itemsize == width else 0
+
+
+def _count(change: Change, piece: Piece) -> int:
+    """Elements that changed; all of a whole piece."""
+    match change.content:
+        case Changes():
+            return len(change.content)
+        case Dense(steps):
+            halves = (steps & 15, steps >> 4) if piece.kind.bits == 4 else (steps,)
+            return sum(int(np.count_nonzero(half)) for half in halves)
+        case Whole():
+            return piece.size

@@ -1,31 +1,32 @@
-"""What a version is: its tensors with their hashes, the objects that hold them, and the versions before it.
+"""What a version is: for each format its schema, its root hash and the objects that hold it; and how it is vouched for.
 
 Keys of a run (objects and manifests are named by the SHA-256 of their bytes, so any cache of them is right):
 
     RUN/latest                       pointer: {"version", "manifest"}, moved last
-    RUN/manifests/VVVVVVVV-SHA256    a Manifest as JSON
-    RUN/objects/SHA256               a delta object (delta.py)
+    RUN/manifests/VVVVVVVV-SHA256    a Manifest, signed
+    RUN/objects/SHA256               a schema, or a delta object (delta.py)
+    RUN/jumps/FORMAT/VVVVVVVV-SPAN   a Jump to version V from V - SPAN, signed; written once, later, by a compactor
+    RUN/leases/NAME                  what a live subscriber holds (retention.py)
 
-The pointer names a manifest by hash and a manifest its parents, so the pointer vouches for every version of the run.
+The pointer names a manifest by hash and a manifest its ancestors, so the pointer vouches for every version of the run.
+Manifests and jumps are JSON, a line break, and the HMAC-SHA256 of what precedes it under the run's key, or nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from farflung.core.errors import BadInput, Corrupt
 from farflung.weights.store import Missing, Store, check_key
+from farflung.weights.strict import count, items, loads, need, sha256, strict_object
 
-FORMAT = 1
-MAX_MANIFEST = 256 << 20
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_XXH128 = re.compile(r"[0-9a-f]{32}")
+FORMAT = 2
+MAX_MANIFEST = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,38 +42,44 @@ class Part:
     """An object, by SHA-256 and length in bytes."""
 
     sha256: str
-    bytes: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One tensor: its hash in the base version (None in version 0) and in this one, and how many elements changed."""
+class Stream:
+    """A version in one format. ``root`` is its hash (``Schema.root``), ``before`` that of the version before (None: none).
 
-    shape: tuple[int, ...]
+    ``delta``: objects that make it from there, which changed ``changed`` of its ``elements``. ``anchor``: objects that
+    hold it whole, empty for most versions.
+    """
+
+    schema: Part
     before: str | None
-    after: str
+    root: str
     changed: int
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
+    elements: int
+    delta: tuple[Part, ...]
+    anchor: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Version ``version`` of run ``run``.
+    """Version ``version`` of run ``run``, by format.
 
-    ``parents``: version - 1, then the newest anchor before that unless it is one; empty for version 0. ``delta``: objects that make
-    it from version - 1. ``anchor``: objects that hold it whole, empty for most versions.
+    ``ancestors``: version - 2^j for every j with 2^j dividing version, nearest first, so that any earlier version is a
+    few strides away (the far ones are left out when they were pruned); ``anchored``: the newest version before this one with an anchor. Version 0 has neither.
     """
 
     run: str
     version: int
-    parents: tuple[Ref, ...]
-    tensors: Mapping[str, TensorEntry]
-    tied: Mapping[str, str]
-    delta: tuple[Part, ...]
-    anchor: tuple[Part, ...]
+    ancestors: tuple[Ref, ...]
+    anchored: Ref | None
+    streams: Mapping[str, Stream]
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has anchors."""
+        return any(stream.anchor for stream in self.streams.values())
 
     def encode(self) -> bytes:
         """The same manifest gives the same bytes."""
@@ -80,21 +87,108 @@ class Manifest:
             "format": FORMAT,
             "run": self.run,
             "version": self.version,
-            "parents": [[ref.version, ref.sha256] for ref in self.parents],
-            "tensors": {name: [list(e.shape), e.before, e.after, e.changed] for name, e in self.tensors.items()},
-            "tied": dict(self.tied),
-            "delta": [[part.sha256, part.bytes] for part in self.delta],
-            "anchor": [[part.sha256, part.bytes] for part in self.anchor],
+            "ancestors": [[ref.version, ref.sha256] for ref in self.ancestors],
+            "anchored": None if self.anchored is None else [self.anchored.version, self.anchored.sha256],
+            "streams": {name: _stream_data(stream) for name, stream in self.streams.items()},
         }
         return json.dumps(data, separators=(",", ":")).encode()
 
     @staticmethod
     def decode(raw: bytes, where: str) -> Manifest:
-        """Strict: every field is there, none else, each of its type and range. Raises Corrupt."""
+        """Strict. Raises Corrupt."""
         try:
-            return _parse(_loads(raw))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            data = loads(raw)
+            strict_object(data, {"format", "run", "version", "ancestors", "anchored", "streams"}, FORMAT)
+            version = count(data["version"])
+            ancestors = tuple(_ref(item) for item in data["ancestors"])
+            order = [ref.version for ref in ancestors]
+            expected = strides(version)
+            need(order == expected[: len(order)] and bool(order) == bool(expected), f"version {version} has {order}")
+            anchored = None if data["anchored"] is None else _ref(data["anchored"])
+            need((anchored is None) == (version == 0), f"version {version} has {anchored} as its anchored version")
+            need(anchored is None or anchored.version < version, f"version {version} has {anchored} before it")
+            streams = {check_format(name): _stream(item, version) for name, item in items(data["streams"])}
+            need(bool(streams), "it has no stream")
+            need(isinstance(data["run"], str), f"run {data['run']!r}")
+            return Manifest(data["run"], version, ancestors, anchored, streams)
+        except (ValueError, KeyError, TypeError, RecursionError, BadInput) as error:
             raise Corrupt(f"not a manifest: {error}", where=where) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Jump:
+    """Version ``version`` in one format from version ``version - span``, over which its root went from ``before`` to ``root``."""
+
+    run: str
+    format: str
+    version: int
+    span: int
+    before: str
+    root: str
+    changed: int
+    delta: tuple[Part, ...]
+
+    def encode(self) -> bytes:
+        data = {
+            "format": FORMAT,
+            "run": self.run,
+            "stream": self.format,
+            "version": self.version,
+            "span": self.span,
+            "before": self.before,
+            "root": self.root,
+            "changed": self.changed,
+            "delta": _parts_data(self.delta),
+        }
+        return json.dumps(data, separators=(",", ":")).encode()
+
+    @staticmethod
+    def decode(raw: bytes, where: str) -> Jump:
+        """Strict. Raises Corrupt."""
+        try:
+            data = loads(raw)
+            fields = {"format", "run", "stream", "version", "span", "before", "root", "changed", "delta"}
+            strict_object(data, fields, FORMAT)
+            need(isinstance(data["run"], str) and isinstance(data["stream"], str), "run or stream is no text")
+            return Jump(
+                data["run"],
+                data["stream"],
+                count(data["version"]),
+                count(data["span"]),
+                sha256(data["before"]),
+                sha256(data["root"]),
+                count(data["changed"]),
+                _parts(data["delta"]),
+            )
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise Corrupt(f"not a jump: {error}", where=where) from None
+
+
+class Seal:
+    """Signs and checks with the run's key; without a key nothing is signed, and signatures are not looked at."""
+
+    def __init__(self, key: bytes | None) -> None:
+        self._key = key
+
+    def sign(self, body: bytes) -> bytes:
+        return body if self._key is None else body + b"\n" + self._mac(body)
+
+    def open(self, raw: bytes, where: str) -> bytes:
+        """The body. Raises Corrupt when there is a key and the signature is missing or another's."""
+        body, _, mac = raw.partition(b"\n")
+        if self._key is not None and not hmac.compare_digest(mac, self._mac(body)):
+            what = "it is not signed" if not mac else "it was signed with another key, or changed since"
+            raise Corrupt(what, where=where, mend="publisher and subscribers need the same key")
+        return body
+
+    def _mac(self, body: bytes) -> bytes:
+        assert self._key is not None
+        return hmac.new(self._key, b"farflung weights\n" + body, hashlib.sha256).hexdigest().encode()
+
+
+def strides(version: int) -> list[int]:
+    """version - 2^j for every j with 2^j dividing version, nearest first."""
+    return [version - (1 << j) for j in range(version.bit_length()) if version % (1 << j) == 0 and version]
 
 
 def object_key(run: str, part: Part) -> str:
@@ -103,6 +197,10 @@ def object_key(run: str, part: Part) -> str:
 
 def manifest_key(run: str, ref: Ref) -> str:
     return f"{run}/manifests/{ref.version:08d}-{ref.sha256}"
+
+
+def jump_key(run: str, format: str, version: int, span: int) -> str:
+    return f"{run}/jumps/{format}/{version:08d}-{span}"
 
 
 def pointer_key(run: str) -> str:
@@ -116,6 +214,13 @@ def check_run(run: str) -> str:
     return check_key(run)
 
 
+def check_format(name: str) -> str:
+    """Returns a stream's name. Raises BadInput for one that is not a single key segment."""
+    if "/" in name:
+        raise BadInput(f"{name!r} is not a stream's name", mend="it has no '/'")
+    return check_key(name)
+
+
 def encode_pointer(ref: Ref) -> bytes:
     return json.dumps({"version": ref.version, "manifest": ref.sha256}, separators=(",", ":")).encode()
 
@@ -123,118 +228,92 @@ def encode_pointer(ref: Ref) -> bytes:
 def decode_pointer(raw: bytes, where: str) -> Ref:
     """Raises Corrupt: a pointer that cannot be read is an error, never "nothing published yet"."""
     try:
-        data = _loads(raw)
-        _need(set(data) == {"version", "manifest"}, "its fields are not version and manifest")
+        data = loads(raw)
+        need(set(data) == {"version", "manifest"}, "its fields are not version and manifest")
         return _ref([data["version"], data["manifest"]])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Corrupt(f"not a pointer: {error}", where=where) from None
 
 
-def read_manifest(store: Store, run: str, ref: Ref) -> Manifest:
-    """Fetch and verify a manifest. Raises Missing when it was pruned, Corrupt when it is not what ``ref`` names."""
-    key = manifest_key(run, ref)
-    raw = store.get(key, MAX_MANIFEST)
-    if hashlib.sha256(raw).hexdigest() != ref.sha256:
-        raise Corrupt("the manifest's bytes do not have the hash in its name", where=f"manifest {key}")
-    manifest = Manifest.decode(raw, f"manifest {key}")
-    if (manifest.run, manifest.version) != (run, ref.version):
-        raise Corrupt(f"it describes version {manifest.version} of run {manifest.run!r}", where=f"manifest {key}")
-    return manifest
+def name_part(raw: bytes) -> Part:
+    return Part(hashlib.sha256(raw).hexdigest(), len(raw))
 
 
-def read_head(store: Store, run: str, known: tuple[Ref, Manifest] | None = None) -> tuple[Ref, Manifest] | None:
-    """The newest version, None before the first; ``known`` is not read again while the pointer names it.
-
-    Raises Corrupt for a pointer that names no readable manifest.
-    """
-    raw = store.read_pointer(pointer_key(run))
-    if raw is None:
-        return None
-    ref = decode_pointer(raw, f"pointer {pointer_key(run)}")
-    if known is not None and known[0] == ref:
-        return known
-    try:
-        return ref, read_manifest(store, run, ref)
-    except Missing:
-        where = f"pointer {pointer_key(run)}"
-        raise Corrupt(f"it names version {ref.version}, whose manifest is not there", where=where) from None
-
-
-def read_object(store: Store, run: str, part: Part) -> bytes:
-    """Fetch and verify an object. Raises Corrupt naming it when its bytes are not those it is named by."""
+def read_part(store: Store, run: str, part: Part) -> bytes:
+    """Fetch and verify an object. Raises Missing, and Corrupt naming it when its bytes are not those it is named by."""
     key = object_key(run, part)
-    raw = store.get(key, part.bytes)
-    if len(raw) != part.bytes:
-        raise Corrupt(f"it has {len(raw)} of its {part.bytes} bytes", where=f"object {key}")
+    raw = store.get(key, part.nbytes)
+    if len(raw) != part.nbytes:
+        raise Corrupt(f"it has {len(raw)} of its {part.nbytes} bytes", where=f"object {key}")
     if hashlib.sha256(raw).hexdigest() != part.sha256:
         raise Corrupt("its bytes do not have the hash in its name", where=f"object {key}")
     return raw
 
 
-def _parse(data: dict[str, Any]) -> Manifest:
-    _need(data.get("format") == FORMAT, f"format {data.get('format')!r}, not {FORMAT}")
-    fields = {"format", "run", "version", "parents", "tensors", "tied", "delta", "anchor"}
-    _need(set(data) == fields, f"its fields are {sorted(data)}")
-    version = _count(data["version"])
-    for field in ("tensors", "tied"):
-        _need(isinstance(data[field], dict), f"{field} is not an object")
-    tensors = {name: _tensor(name, item, version) for name, item in data["tensors"].items()}
-    tied = dict(data["tied"])
-    for name, owner in tied.items():
-        _need(isinstance(owner, str) and owner in tensors and name not in tensors, f"{name!r} is tied to {owner!r}")
-    parents = tuple(_ref(item) for item in data["parents"])
-    order = [ref.version for ref in parents]
-    _need(order[:1] == ([version - 1] if version else []), f"version {version} has parents {order}")
-    _need(order == sorted(set(order), reverse=True), f"version {version} has parents {order}")
-    delta, anchor = (tuple(_part(item) for item in data[field]) for field in ("delta", "anchor"))
-    _need(bool(version) or (bool(anchor) and not delta), "version 0 is not a full copy")
-    run = data["run"]
-    _need(isinstance(run, str), f"run {run!r}")
-    return Manifest(run, version, parents, tensors, tied, delta, anchor)
+def read_manifest(store: Store, run: str, ref: Ref, seal: Seal) -> Manifest:
+    """Fetch and verify a manifest. Raises Missing when it was pruned, Corrupt when it is not what ``ref`` names."""
+    where = f"manifest {manifest_key(run, ref)}"
+    raw = store.get(manifest_key(run, ref), MAX_MANIFEST)
+    if hashlib.sha256(raw).hexdigest() != ref.sha256:
+        raise Corrupt("the manifest's bytes do not have the hash in its name", where=where)
+    manifest = Manifest.decode(seal.open(raw, where), where)
+    if (manifest.run, manifest.version) != (run, ref.version):
+        raise Corrupt(f"it describes version {manifest.version} of run {manifest.run!r}", where=where)
+    return manifest
 
 
-def _tensor(name: str, item: Any, version: int) -> TensorEntry:
-    shape, before, after, changed = item
-    entry = TensorEntry(tuple(_count(n) for n in shape), before, after, _count(changed))
-    _need(len(entry.shape) <= 32 and entry.size < 1 << 48, f"tensor {name!r} has shape {shape}")
-    _need(_XXH128.fullmatch(after) is not None, f"tensor {name!r} has hash {after!r}")
-    known = before is None if version == 0 else isinstance(before, str) and bool(_XXH128.fullmatch(before))
-    _need(known, f"tensor {name!r} of version {version} has base hash {before!r}")
-    _need(entry.changed <= entry.size, f"tensor {name!r} has {changed} changes in {entry.size} elements")
-    return entry
+def read_jump(store: Store, run: str, format: str, version: int, span: int, seal: Seal) -> Jump | None:
+    """A jump, None when nobody has made it. Raises Corrupt."""
+    key = jump_key(run, format, version, span)
+    try:
+        raw = store.get(key, MAX_MANIFEST)
+    except Missing:
+        return None
+    jump = Jump.decode(seal.open(raw, f"jump {key}"), f"jump {key}")
+    if (jump.run, jump.format, jump.version, jump.span) != (run, format, version, span):
+        raise Corrupt(f"it describes {jump.format} {jump.version}-{jump.span} of run {jump.run!r}", where=f"jump {key}")
+    return jump
 
 
-def _ref(item: Any) -> Ref:
-    version, sha256 = item
-    _need(_SHA256.fullmatch(sha256) is not None, f"{sha256!r} is not a SHA-256")
-    return Ref(_count(version), sha256)
+def _stream_data(stream: Stream) -> dict[str, Any]:
+    return {
+        "schema": [stream.schema.sha256, stream.schema.nbytes],
+        "before": stream.before,
+        "root": stream.root,
+        "changed": stream.changed,
+        "elements": stream.elements,
+        "delta": _parts_data(stream.delta),
+        "anchor": _parts_data(stream.anchor),
+    }
+
+
+def _stream(item: Any, version: int) -> Stream:
+    need(isinstance(item, dict), "a stream is not an object")
+    fields = {"schema", "before", "root", "changed", "elements", "delta", "anchor"}
+    need(set(item) == fields, f"a stream's fields are {sorted(item)}")
+    before = None if item["before"] is None else sha256(item["before"])
+    delta, anchor = _parts(item["delta"]), _parts(item["anchor"])
+    need(before is not None or (bool(anchor) and not delta), "a stream without a version before it is not whole")
+    need(bool(version) or before is None, "version 0 has a version before it")
+    need(count(item["changed"]) <= count(item["elements"]), f"{item['changed']} of {item['elements']} changed")
+    schema = _part(item["schema"])
+    return Stream(schema, before, sha256(item["root"]), item["changed"], item["elements"], delta, anchor)
+
+
+def _parts_data(parts: tuple[Part, ...]) -> list[list[Any]]:
+    return [[part.sha256, part.nbytes] for part in parts]
+
+
+def _parts(value: Any) -> tuple[Part, ...]:
+    need(isinstance(value, list), "objects are not a list")
+    return tuple(_part(item) for item in value)
 
 
 def _part(item: Any) -> Part:
-    sha256, size = item
-    _need(_SHA256.fullmatch(sha256) is not None, f"{sha256!r} is not a SHA-256")
-    return Part(sha256, _count(size))
+    name, size = item
+    return Part(sha256(name), count(size))
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 48:
-        raise ValueError(f"{str(value)[:100]!r} is not a count")
-    return value
-
-
-def _need(holds: bool, message: str) -> None:
-    if not holds:
-        raise ValueError(message)
-
-
-def _loads(raw: bytes) -> dict[str, Any]:
-    """A JSON object without repeated keys."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = dict(pairs)
-        _need(len(keys) == len(pairs), "a key comes twice")
-        return keys
-
-    data = json.loads(raw, object_pairs_hook=unique)
-    _need(isinstance(data, dict), "it is not an object")
-    return data  # type: ignore[no-any-return]
+def _ref(item: Any) -> Ref:
+    version, name = item
+    return Ref(count(version), sha256(name))

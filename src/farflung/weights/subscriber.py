@@ -1,183 +1,314 @@
-"""The sampler's side: find the newest version, fetch the cheapest way to it, verify every step, hand out the tensors."""
+"""The sampler's side: find the newest version, stage the cheapest way to it, verify, apply, hand out tensors and changes."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from farflung.core.errors import Corrupt
 from farflung.weights import delta
-from farflung.weights.bits import Snapshot, digest
-from farflung.weights.delta import Bits
-from farflung.weights.manifest import (
-    Manifest,
-    Part,
-    Ref,
-    check_run,
-    object_key,
-    pointer_key,
-    read_head,
-    read_manifest,
-    read_object,
-)
+from farflung.weights.changes import Changes, Positions
+from farflung.weights.delta import Change, Dense, Whole
+from farflung.weights.elements import ElementType, digest
+from farflung.weights.history import History, Link, Version
+from farflung.weights.image import Folder, Image, Room
+from farflung.weights.manifest import Part, Seal, object_key, read_part
+from farflung.weights.retention import Lease
+from farflung.weights.schema import Schema
 from farflung.weights.store import Missing, Store
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+THREADS = 2
+
+Contents = dict[int, list[Changes | Dense | Whole]]
+
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A verified version."""
+class Update:
+    """A version, verified. ``tensors`` by every name they were published under, over memory that the next ``fetch`` changes.
 
-    ref: Ref
-    manifest: Manifest
-    snapshot: Snapshot
+    ``changed``: flat positions, rising, of the elements that differ from the version before in this subscriber's hands, for
+    tensors with any; None when most is new. ``bytes``: what was fetched for it. Seconds to stage (fetch and decode) and
+    to apply (and hash).
+    """
+
+    version: int
+    tensors: Mapping[str, Tensor]
+    changed: Mapping[str, Positions] | None
+    bytes: int = 0
+    links: int = 0
+    stage_seconds: float = 0.0
+    apply_seconds: float = 0.0
 
 
 class Subscriber:
-    """Follows one run. Calls block for as long as the store does; ``newest`` may be asked while ``fetch`` is at work.
+    """Follows one run in one format. Calls block for as long as the store does; ``newest`` may be asked during ``fetch``.
 
-    What it holds is always one whole version whose hashes are those published; an error leaves it as it was.
+    It hands out whole versions whose hashes are those published, and nothing else. An error while a version is fetched
+    and checked leaves what is held; bits that turn out wrong while they are applied are fetched whole.
+    ``folder``: keep the bits there, for the next process. ``name``: say in the store what is held, so that it is not pruned.
     """
 
-    def __init__(self, store: Store, run_id: str) -> None:
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        *,
+        format: str = "bf16",
+        key: bytes | None = None,
+        folder: Path | str | None = None,
+        name: str | None = None,
+        threads: int = THREADS,
+    ) -> None:
+        self.format = format
         self._store = store
-        self._run = check_run(run_id)
-        self._head: tuple[Ref, Manifest] | None = None
-        self._held: Held | None = None
-        self._looking = threading.Lock()
+        self._history = History(store, run_id, Seal(key))
+        self._room = Room() if folder is None else Folder(folder)
+        self._lease = None if name is None else Lease(store, self._history.run, name)
+        self._threads = threads
+        self._image: Image | None = None
+        self._version: int | None = None
+        self._torn: set[int] = set()
+        self._fetched = self._links = 0
+        self._opened = folder is None
         self._fetching = threading.Lock()
 
     @property
-    def held(self) -> Held | None:
-        """What the last successful ``fetch`` gave."""
-        return self._held
+    def version(self) -> int | None:
+        """The version that it holds, whole and verified."""
+        return None if self._torn else self._version
+
+    @property
+    def image(self) -> Image | None:
+        """What it holds, whole and verified."""
+        return None if self._torn else self._image
 
     def newest(self) -> int | None:
         """The newest published version, None before the first. Raises Corrupt for a bad or rewound pointer."""
-        head = self._look()
-        return None if head is None else head[0].version
+        newest = self._history.newest()
+        if self._lease is not None:
+            self._lease.renew()
+        return None if newest is None else newest.number
 
-    def fetch(self, version: int) -> dict[str, Tensor]:
-        """The BF16 tensors of a version by every name they were published under; treat them as read-only.
+    def fetch(self, version: int) -> Update:
+        """Bring what it holds to a version: forwards over deltas and jumps, backwards over their inverses, or from an anchor.
 
-        From what it holds over the deltas after it, or from an anchor, whichever is fewer bytes. Raises Missing for a
-        version that is not published or was pruned, and Corrupt naming object and tensor for bytes that do not verify.
+        Raises Missing for a version that is not published, not in this format, or was pruned, and Corrupt naming object
+        and tensor for bytes that do not verify.
         """
         with self._fetching:
-            held = self._held
-            if held is None or held.ref.version != version:
-                held, steps = self._plan(*self._find(version))
-                for ref, manifest in steps:
-                    snapshot = self._restore(manifest) if held is None else self._advance(held, manifest)
-                    held = Held(ref, manifest, snapshot)
-                self._held = held
-            assert held is not None
-            return held.snapshot.tensors()
+            began, self._fetched, self._links = time.monotonic(), 0, 0
+            self._open()
+            wanted = self._history.find(version)
+            root = wanted.stream(self.format).root
+            image, staged = self._image, began
+            changed: dict[str, Positions] | None = None if self._torn else {}
+            if image is None or image.root != root:
+                way = None if image is None else self._way(image, wanted)
+                if image is None or way is None:
+                    image = self._image = self._join(wanted)
+                    changed, staged = None, time.monotonic()
+                else:
+                    links, backwards = way
+                    work = self._stage(links, image.schema)
+                    staged = time.monotonic()
+                    changed = self._advance(image, work, root, backwards=backwards)
+                self._version = version
+            if self._torn:
+                self._repair(image, wanted)
+                changed = None
+            self._version = version
+            self._room.save(version, image)
+            if self._lease is not None:
+                self._lease.hold(version)
+            spent = staged - began, time.monotonic() - staged
+            return Update(version, image.tensors(), changed, self._fetched, self._links, *spent)
 
-    def _look(self) -> tuple[Ref, Manifest] | None:
-        """The newest version's manifest."""
-        with self._looking:
-            head = read_head(self._store, self._run, known=self._head)
-            if self._head is not None and (head is None or head[0].version < self._head[0].version):
-                now = "nothing" if head is None else f"version {head[0].version}"
-                where = f"pointer {pointer_key(self._run)}"
-                raise Corrupt(f"it went back from version {self._head[0].version} to {now}", where=where)
-            self._head = head
-            return head
+    def _open(self) -> None:
+        """What an earlier process left, its pieces hashed: which are torn is known before anything is planned."""
+        if self._opened:
+            return
+        if (left := self._room.load()) is not None:
+            self._version, _, image = left
+            self._torn = set(self._differing(image, range(len(image.schema.pieces))))
+            self._image = image
+        self._opened = True
 
-    def _find(self, version: int) -> tuple[Ref, Manifest]:
-        """A version's manifest, from the newest one back over parents, in strides from anchor to anchor."""
-        head = self._look()
-        if head is None or not 0 <= version <= head[0].version:
-            state = "nothing is published yet" if head is None else f"the newest is {head[0].version}"
-            raise Missing(f"version {version} does not exist; {state}", where=f"run {self._run}")
-        ref, manifest = head
-        while ref.version > version:
-            ref = [parent for parent in manifest.parents if parent.version >= version][-1]
-            manifest = self._manifest(ref, wanted=version)
-        return ref, manifest
+    def _way(self, image: Image, wanted: Version) -> tuple[Sequence[Link], bool] | None:
+        """Links from what is held, and whether they are gone backwards; None where an anchor is the cheaper start."""
+        held = self._version
+        if held is None:
+            return None
+        backwards = held > wanted.number
+        upper = self._history.find(held) if backwards else wanted
+        links = self._history.links(min(held, wanted.number), upper, self.format)
+        if links is None or (links and image.root != (links[-1].root if backwards else links[0].before)):
+            return None
+        if backwards:
+            return links, True
+        anchored = self._history.anchored(wanted, self.format)
+        if anchored is not None and anchored.number > held:
+            rest = self._history.links(anchored.number, wanted, self.format)
+            whole = sum(part.nbytes for part in anchored.stream(self.format).anchor)
+            if rest is not None and whole + sum(link.nbytes for link in rest) < sum(link.nbytes for link in links):
+                return None
+        return links, False
 
-    def _manifest(self, ref: Ref, wanted: int) -> Manifest:
-        try:
-            return read_manifest(self._store, self._run, ref)
-        except Missing:
-            raise Missing(f"version {wanted} was pruned", where=f"run {self._run}") from None
+    def _join(self, wanted: Version) -> Image:
+        """From an anchor, whole, and on over links. What is held stays until it is done, unless its room is needed."""
+        anchored = self._history.anchored(wanted, self.format)
+        links = None if anchored is None else self._history.links(anchored.number, wanted, self.format)
+        if anchored is None or links is None:
+            raise Missing(f"version {wanted.number} was pruned", where=f"run {self._history.run}")
+        if self._lease is not None:
+            self._lease.hold(anchored.number)
+        stream = anchored.stream(self.format)
+        schema = self._schema(stream.schema)
+        image = Image.empty(schema, self._room)
+        if self._room.shared:
+            self._image, self._torn = None, set()
+        missing = set(range(len(schema.pieces)))
+        for change in self._decoded(stream.anchor, schema):
+            if not isinstance(change.content, Whole):
+                raise Corrupt("it holds a change, not the tensor", where=self._place(wanted, schema, change.piece))
+            delta.apply(image.piece(change.piece), change.content, schema.pieces[change.piece].kind)
+            image.hashes[change.piece] = change.after
+            missing.discard(change.piece)
+        if missing:
+            raise Corrupt("no object holds it", where=self._place(anchored, schema, min(missing)))
+        if image.root != stream.root:
+            raise Corrupt("its tensors are not those published", where=f"{self.format} of version {anchored.number}")
+        if odd := self._differing(image, range(len(schema.pieces))):
+            raise Corrupt("it does not have the published hash", where=self._place(anchored, schema, odd[0]))
+        if links:
+            self._advance(image, self._stage(links, schema), wanted.stream(self.format).root)
+        return image
 
-    def _plan(self, ref: Ref, manifest: Manifest) -> tuple[Held | None, list[tuple[Ref, Manifest]]]:
-        """The fewest bytes to a version: (what is held, deltas in order) or (None, an anchor and the deltas after it)."""
-        wanted = ref.version
-        best: list[tuple[Ref, Manifest]] = []
-        best_bytes: int | None = None
-        after: list[tuple[Ref, Manifest]] = []
-        after_bytes = 0
-        while best_bytes is None or after_bytes < best_bytes:
-            if self._held is not None and self._held.ref == ref:
-                return self._held, after
-            whole = after_bytes + _bytes(manifest.anchor)
-            if manifest.anchor and (best_bytes is None or whole < best_bytes):
-                best, best_bytes = [(ref, manifest), *after], whole
-            older_is_no_use = best and (self._held is None or ref.version <= self._held.ref.version)
-            if older_is_no_use or not manifest.parents:
-                break
-            after = [(ref, manifest), *after]
-            after_bytes += _bytes(manifest.delta)
-            try:
-                manifest = self._manifest(ref := manifest.parents[0], wanted)
-            except Missing:
-                if not best:
-                    raise
-                break
-        return None, best
+    def _stage(self, links: Sequence[Link], schema: Schema) -> list[list[Change]]:
+        """Every link's changes, fetched, decoded and checked as far as that goes without the bits they are for."""
+        work: list[list[Change]] = []
+        self._links += len(links)
+        for link in links:
+            changes = list(self._decoded(link.parts, schema))
+            if len({change.piece for change in changes}) < len(changes):
+                raise Corrupt("two objects hold the same piece", where=f"{self.format} of version {link.stop}")
+            work.append(changes)
+        return work
 
-    def _restore(self, manifest: Manifest) -> Snapshot:
-        """An anchor's tensors."""
-        return self._apply(manifest, manifest.anchor, {})
+    def _advance(
+        self, image: Image, work: Sequence[Sequence[Change]], root: str, *, backwards: bool = False
+    ) -> dict[str, Positions] | None:
+        """Apply changes in place. Forwards, the hashes of every piece are settled first: they must give the root.
 
-    def _advance(self, base: Held, manifest: Manifest) -> Snapshot:
-        """A delta's tensors. Raises Corrupt when ``base`` is not what the delta was made from."""
-        objects = ", ".join(object_key(self._run, part) for part in manifest.delta[:3]) or "no object"
-        where = f"delta to version {manifest.version} ({objects})"
-        if set(base.snapshot.bits) != set(manifest.tensors):
-            odd = sorted(set(base.snapshot.bits) ^ set(manifest.tensors))
-            raise Corrupt(f"it is for other tensors: {', '.join(odd[:5])}", where=where)
-        for name, entry in manifest.tensors.items():
-            # Tensors that change are hashed as they are in memory; the others' hashes are known from their own check.
-            touched = entry.before != entry.after
-            now = digest(base.snapshot.bits[name]) if touched else base.snapshot.hashes[name]
-            if now != entry.before or base.snapshot.bits[name].shape != entry.shape:
-                raise Corrupt("the delta is for another base", where=f"{where}, tensor {name}")
-        return self._apply(manifest, manifest.delta, base.snapshot.bits)
+        Pieces whose bits are not as they should be afterwards are torn.
+        """
+        contents: Contents = {}
+        hashes = list(image.hashes)
+        for change in (change for changes in work for change in changes):
+            contents.setdefault(change.piece, []).append(change.content)
+            hashes[change.piece] = change.after
+        if not backwards and image.schema.root(hashes) != root:
+            raise Corrupt("the changes do not lead to the published weights", where=f"{self.format}, root {root}")
+        torn = self._torn
+        self._torn = torn | set(contents)
 
-    def _apply(self, manifest: Manifest, parts: tuple[Part, ...], base: Mapping[str, Bits]) -> Snapshot:
-        """``base`` with the parts' changes, every tensor that was written (or is new) checked against its hash."""
-        bits = dict(base)
-        shapes = {name: entry.shape for name, entry in manifest.tensors.items()}
-        source: dict[str, str] = {}
-        for part in parts:
-            where = f"object {object_key(self._run, part)}"
-            try:
-                raw = read_object(self._store, self._run, part)
-            except Missing:
-                raise Corrupt(f"version {manifest.version} needs it and it is not there", where=where) from None
-            for name, tensor in delta.decode(raw, base, shapes, where=where).items():
-                if name in source:
+        def settle(number: int) -> bool:
+            kind, bits = image.schema.pieces[number].kind, image.piece(number)
+            steps = contents[number]
+            for content in _inverses(steps, kind) if backwards else steps:
+                delta.apply(bits, content, kind)
+            found = digest(bits)
+            if backwards:
+                hashes[number] = found
+            return found == hashes[number]
+
+        pieces = [number for number in contents if number not in torn]
+        with ThreadPoolExecutor(self._threads) as pool:
+            right = dict(zip(pieces, pool.map(settle, pieces), strict=True))
+        image.hashes = hashes
+        self._torn = torn | {number for number in pieces if not right[number]}
+        if image.root != root:
+            raise Corrupt("the changes do not lead back to the published weights", where=f"{self.format}, root {root}")
+        return _positions(image.schema, contents)
+
+    def _repair(self, image: Image, wanted: Version) -> None:
+        """Torn pieces whose bits are right after all stay; the others are made again, from the anchor."""
+        odd = self._differing(image, sorted(self._torn))
+        if odd:
+            anchored = self._history.anchored(wanted, self.format)
+            links = None if anchored is None else self._history.links(anchored.number, wanted, self.format)
+            place = self._place(wanted, image.schema, odd[0])
+            if anchored is None or links is None:
+                raise Missing("it is damaged here, and the version it came from was pruned", where=place)
+            fresh = {number: np.zeros_like(image.piece(number)) for number in odd}
+            for parts in (anchored.stream(self.format).anchor, *(link.parts for link in links)):
+                for change in self._decoded(parts, image.schema):
+                    if change.piece in fresh:
+                        delta.apply(fresh[change.piece], change.content, image.schema.pieces[change.piece].kind)
+            for number, bits in fresh.items():
+                if digest(bits) != image.hashes[number]:
                     raise Corrupt(
-                        f"another object of the version holds it too: {source[name]}", where=f"{where}, {name}"
+                        "it does not have the published hash", where=self._place(wanted, image.schema, number)
                     )
-                bits[name], source[name] = tensor, where
-        for name, entry in manifest.tensors.items():
-            place = f"{source.get(name, f'version {manifest.version}')}, tensor {name}"
-            if name not in bits or (name not in source and entry.before != entry.after):
-                raise Corrupt("no object holds it", where=place)
-            if name in source and digest(bits[name]) != entry.after:
-                raise Corrupt("it does not have the published hash", where=place)
-        hashes = {name: entry.after for name, entry in manifest.tensors.items()}
-        return Snapshot({name: bits[name] for name in manifest.tensors}, hashes, manifest.tied)
+                image.piece(number)[...] = bits
+        self._torn = set()
+
+    def _differing(self, image: Image, pieces: Iterable[int]) -> list[int]:
+        """Those whose bits do not have the hash that they should have."""
+        pieces = list(pieces)
+        with ThreadPoolExecutor(self._threads) as pool:
+            found = pool.map(lambda number: digest(image.piece(number)), pieces)
+            return [number for number, hash in zip(pieces, found, strict=True) if hash != image.hashes[number]]
+
+    def _decoded(self, parts: Sequence[Part], schema: Schema) -> Iterator[Change]:
+        """The changes of objects, which are fetched and decoded a few at a time."""
+
+        def read(part: Part) -> list[Change]:
+            where = f"object {object_key(self._history.run, part)}"
+            try:
+                raw = read_part(self._store, self._history.run, part)
+            except Missing:
+                raise Corrupt("a version needs it and it is not there", where=where) from None
+            return delta.decode(raw, schema, where=where)
+
+        with ThreadPoolExecutor(self._threads) as pool:
+            for at in range(0, len(parts), self._threads):
+                batch = parts[at : at + self._threads]
+                self._fetched += sum(part.nbytes for part in batch)
+                for changes in pool.map(read, batch):
+                    yield from changes
+
+    def _schema(self, part: Part) -> Schema:
+        where = f"schema {object_key(self._history.run, part)}"
+        self._fetched += part.nbytes
+        return Schema.decode(read_part(self._store, self._history.run, part), where)
+
+    def _place(self, version: Version, schema: Schema, piece: int) -> str:
+        return f"{self.format} of version {version.number}, tensor {schema.pieces[piece].tensor}"
 
 
-def _bytes(parts: tuple[Part, ...]) -> int:
-    return sum(part.bytes for part in parts)
+def _inverses(contents: Sequence[Changes | Dense | Whole], kind: ElementType) -> list[Changes | Dense | Whole]:
+    """What takes them back, last first."""
+    return [delta.invert(content, kind) for content in reversed(contents)]
+
+
+def _positions(schema: Schema, contents: Contents) -> dict[str, Positions] | None:
+    """Which elements of each tensor changed; None where some came whole or most of them changed."""
+    found: dict[str, list[Positions]] = {}
+    for number in sorted(contents):
+        piece = schema.pieces[number]
+        positions = [c.positions for c in contents[number] if isinstance(c, Changes)]
+        if len(positions) < len(contents[number]):
+            return None
+        joined = positions[0] if len(positions) == 1 else np.unique(np.concatenate(positions))
+        found.setdefault(piece.tensor, []).append(joined + piece.start)
+    return {tensor: np.concatenate(parts) for tensor, parts in found.items()}

@@ -1,0 +1,188 @@
+"""A run's versions as a reader finds them: the newest, any other by strides over ancestors, and the ways between two."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from farflung.core.errors import Corrupt
+from farflung.weights.manifest import (
+    Manifest,
+    Part,
+    Ref,
+    Seal,
+    Stream,
+    check_run,
+    decode_pointer,
+    jump_key,
+    pointer_key,
+    read_jump,
+    read_manifest,
+)
+from farflung.weights.store import Missing, Store
+
+CACHED = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A manifest and its name."""
+
+    ref: Ref
+    manifest: Manifest
+
+    @property
+    def number(self) -> int:
+        return self.ref.version
+
+    def stream(self, format: str) -> Stream:
+        """Raises Missing when the version was not published in this format."""
+        if format not in self.manifest.streams:
+            there = ", ".join(self.manifest.streams)
+            where = f"run {self.manifest.run}, version {self.number}"
+            raise Missing(f"it was not published as {format!r}", where=where, mend=f"published formats: {there}")
+        return self.manifest.streams[format]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Objects that lead from root ``before`` (version ``start``) to ``root`` (version ``stop``) under a schema."""
+
+    start: int
+    stop: int
+    before: str
+    root: str
+    schema: Part
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+class History:
+    """Reads one run. Safe for several threads."""
+
+    def __init__(self, store: Store, run: str, seal: Seal) -> None:
+        self.store = store
+        self.run = check_run(run)
+        self.seal = seal
+        self._newest: Version | None = None
+        self._known: OrderedDict[Ref, Version] = OrderedDict()
+        self._looking = threading.Lock()
+        self._caching = threading.Lock()
+
+    def newest(self) -> Version | None:
+        """What the pointer names, None before the first version.
+
+        Raises Corrupt for a pointer that cannot be read, names no manifest, or went back.
+        """
+        with self._looking:
+            raw = self.store.read_pointer(pointer_key(self.run))
+            where = f"pointer {pointer_key(self.run)}"
+            known = self._newest
+            if raw is None:
+                if known is not None:
+                    raise Corrupt(f"it went back from version {known.number} to nothing", where=where)
+                return None
+            ref = decode_pointer(raw, where)
+            if known is not None and ref.version < known.number:
+                raise Corrupt(f"it went back from version {known.number} to version {ref.version}", where=where)
+            if known is None or ref != known.ref:
+                try:
+                    self._newest = self.read(ref)
+                except Missing:
+                    what = f"it names version {ref.version}, whose manifest is not there"
+                    raise Corrupt(what, where=where) from None
+            return self._newest
+
+    def read(self, ref: Ref) -> Version:
+        """A version by its name. Raises Missing, Corrupt."""
+        with self._caching:
+            if (known := self._known.get(ref)) is not None:
+                self._known.move_to_end(ref)
+                return known
+        version = Version(ref, read_manifest(self.store, self.run, ref, self.seal))
+        self.know(version)
+        return version
+
+    def know(self, version: Version) -> None:
+        """Keep a version, so that it is not read from the store."""
+        with self._caching:
+            self._known[version.ref] = version
+            while len(self._known) > CACHED:
+                self._known.popitem(last=False)
+
+    def find(self, number: int) -> Version:
+        """A version by its number. Raises Missing when it is not published yet or was pruned."""
+        newest = self.newest()
+        if newest is None or not 0 <= number <= newest.number:
+            state = "nothing is published yet" if newest is None else f"the newest is {newest.number}"
+            raise Missing(f"version {number} does not exist; {state}", where=f"run {self.run}")
+        try:
+            return newest if newest.number == number else self.read(self.ref(number, newest))
+        except Missing:
+            raise Missing(f"version {number} was pruned", where=f"run {self.run}") from None
+
+    def ref(self, number: int, version: Version) -> Ref:
+        """The name of an earlier version. Raises Missing when what leads to it was pruned."""
+        while True:
+            steps = [*version.manifest.ancestors, version.manifest.anchored]
+            nearest = min((r for r in steps if r is not None and r.version >= number), key=lambda ref: ref.version)
+            if nearest.version == number:
+                return nearest
+            version = self.read(nearest)
+
+    def anchored(self, version: Version, format: str) -> Version | None:
+        """The newest version up to this one that is stored whole in the format, None if that was pruned."""
+        while not version.stream(format).anchor:
+            ref = version.manifest.anchored
+            if ref is None:
+                return None
+            try:
+                version = self.read(ref)
+            except Missing:
+                return None
+            if format not in version.manifest.streams:
+                return None
+        return version
+
+    def links(self, start: int, stop: Version, format: str) -> list[Link] | None:
+        """The way from version ``start`` up to ``stop``, over the widest jumps there are; None when there is none left.
+
+        At most 2 log2(stop - start) links where a compactor has been at work. Raises Corrupt for a jump that leads elsewhere.
+        """
+        links: list[Link] = []
+        while stop.number > start:
+            here = stop.stream(format)
+            if here.before is None:
+                return None
+            link = self._widest(start, stop, here, format)
+            links.append(link)
+            ref = next(ref for ref in stop.manifest.ancestors if ref.version == link.start)
+            try:
+                stop = self.read(ref)
+            except Missing:
+                return None
+            if format not in stop.manifest.streams:
+                return None
+            if stop.manifest.streams[format].root != link.before:
+                where = f"run {self.run}, {format}"
+                raise Corrupt(f"the way to version {link.stop} starts at another version {link.start}", where=where)
+        return links[::-1]
+
+    def _widest(self, start: int, stop: Version, here: Stream, format: str) -> Link:
+        for ref in stop.manifest.ancestors[:0:-1]:
+            if ref.version < start:
+                continue
+            span = stop.number - ref.version
+            jump = read_jump(self.store, self.run, format, stop.number, span, self.seal)
+            if jump is not None:
+                if jump.root != here.root:
+                    key = jump_key(self.run, format, stop.number, span)
+                    raise Corrupt("it leads to other weights than its version's", where=f"jump {key}")
+                return Link(ref.version, stop.number, jump.before, jump.root, here.schema, jump.delta)
+        before = here.before
+        assert before is not None
+        return Link(stop.number - 1, stop.number, before, here.root, here.schema, here.delta)

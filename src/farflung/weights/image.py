@@ -1,0 +1,159 @@
+"""A stream's bits on this host: in memory, or in a file that outlives the process and is repaired after a crash."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+
+from farflung.core.errors import Corrupt
+from farflung.weights.delta import HASH
+from farflung.weights.elements import Bits, from_bits
+from farflung.weights.schema import Schema
+from farflung.weights.store import StoreError
+from farflung.weights.strict import count, loads, need, sha256
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ALIGN = 64
+
+
+class Image:
+    """One array for each tensor of a schema. ``hashes``: what each piece's bits should have; they are checked elsewhere."""
+
+    def __init__(self, schema: Schema, arrays: Mapping[str, Bits], hashes: list[bytes]) -> None:
+        self.schema = schema
+        self.arrays = arrays
+        self.hashes = hashes
+
+    @staticmethod
+    def empty(schema: Schema, room: Room) -> Image:
+        """Raises StoreError when there is no room for it."""
+        return Image(schema, room.arrays(schema), [b"\0" * HASH] * len(schema.pieces))
+
+    def piece(self, number: int) -> Bits:
+        """A piece's bits, a view."""
+        piece = self.schema.pieces[number]
+        return self.arrays[piece.tensor][piece.items]
+
+    @property
+    def root(self) -> str:
+        return self.schema.root(self.hashes)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors under every name, tied ones too, over the same memory: treat them as read-only."""
+        found = {name: from_bits(self.arrays[name], t.kind, t.shape) for name, t in self.schema.tensors.items()}
+        return found | {name: found[owner] for name, owner in self.schema.tied.items()}
+
+
+class Room:
+    """Where images lie: this process's memory."""
+
+    shared = False
+    """Whether all images of a schema lie in the same place."""
+
+    def arrays(self, schema: Schema) -> dict[str, Bits]:
+        """Zeroed arrays. A schema comes from outside: what it asks for is held against what the machine has."""
+        if schema.nbytes > psutil.virtual_memory().total:
+            raise StoreError(f"the weights take {schema.nbytes} bytes, more than this machine's memory", where="image")
+        return {name: np.zeros(t.nbytes // t.kind.dtype.itemsize, t.kind.dtype) for name, t in schema.tensors.items()}
+
+    def load(self) -> tuple[int, str, Image] | None:
+        """What an earlier process left: a version, its root, and an image whose bits may be torn. None for nothing."""
+        return None
+
+    def save(self, version: int, image: Image) -> None:
+        """Note that the image holds this version, once its bits are as durable as they get."""
+
+
+class Folder(Room):
+    """A folder for one subscriber. ``bits-ROOT`` holds the arrays, ``state.json`` which version they are when not torn.
+
+    Bits are changed in place, so a process that dies half way leaves some pieces as they were and some as they will be;
+    ``state.json`` moves only after the bits are synced. Hashes tell afterwards which piece is which.
+    """
+
+    shared = True
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+
+    def arrays(self, schema: Schema) -> dict[str, Bits]:
+        offsets, size = _layout(schema)
+        path = self.folder / f"bits-{schema.root([])[:16]}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(path, "a+b") as file:
+                # Room is taken now: a full disk is an error here, and not a signal at some later write.
+                os.posix_fallocate(file.fileno(), 0, max(1, size))
+                os.truncate(path, max(1, size))
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            what = f"no space for {size} bytes of weights" if full else f"cannot write: {error.strerror}"
+            raise StoreError(what, where=str(path), mend="free some space" if full else "") from error
+        memory = np.memmap(path, np.uint8, mode="r+")
+        return {
+            name: memory[offsets[name] : offsets[name] + t.nbytes].view(t.kind.dtype)
+            for name, t in schema.tensors.items()
+        }
+
+    def load(self) -> tuple[int, str, Image] | None:
+        path = self.folder / "state.json"
+        try:
+            data = loads(path.read_bytes())
+            need(set(data) == {"version", "root", "schema", "hashes"}, f"its fields are {sorted(data)}")
+            version, root = count(data["version"]), sha256(data["root"])
+            schema = Schema.decode(json.dumps(data["schema"]).encode(), str(path))
+            raw = bytes.fromhex(data["hashes"])
+            need(len(raw) == HASH * len(schema.pieces), f"{len(raw)} bytes of hashes")
+            hashes = [raw[i : i + HASH] for i in range(0, len(raw), HASH)]
+            need(schema.root(hashes) == root, "its hashes do not give its root")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, RecursionError, Corrupt) as error:
+            raise Corrupt(f"not an image's state: {error}", where=str(path), mend="remove the folder") from None
+        return version, root, Image(schema, self.arrays(schema), hashes)
+
+    def save(self, version: int, image: Image) -> None:
+        data = {
+            "version": version,
+            "root": image.root,
+            "schema": json.loads(image.schema.encode()),
+            "hashes": b"".join(image.hashes).hex(),
+        }
+        try:
+            for array in image.arrays.values():
+                base = array.base
+                while base is not None and not isinstance(base, np.memmap):
+                    base = base.base
+                if isinstance(base, np.memmap):
+                    base.flush()
+                    break
+            staged = self.folder / "state.json.new"
+            with open(staged, "wb") as file:
+                file.write(json.dumps(data).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(staged, self.folder / "state.json")
+        except OSError as error:
+            raise StoreError(f"cannot write: {error.strerror}", where=str(self.folder)) from error
+        for old in self.folder.glob("bits-*"):
+            if old.name != f"bits-{image.schema.root([])[:16]}":
+                old.unlink(missing_ok=True)
+
+
+def _layout(schema: Schema) -> tuple[dict[str, int], int]:
+    """Where each tensor begins in the file, and the file's size."""
+    offsets: dict[str, int] = {}
+    at = 0
+    for name, tensor in schema.tensors.items():
+        offsets[name] = at
+        at += tensor.nbytes + -tensor.nbytes % ALIGN
+    return offsets, at

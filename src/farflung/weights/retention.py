@@ -1,0 +1,151 @@
+"""What may be removed: nothing that a live subscriber or a joiner needs, on any machine, whatever its clock says.
+
+A subscriber with a name writes the version that it holds to ``RUN/leases/NAME`` and writes it again every minute. How old
+a lease is, the store's own clock says.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from farflung.core.errors import BadInput, Corrupt
+from farflung.weights.history import History, Version
+from farflung.weights.manifest import check_run, object_key, read_jump
+from farflung.weights.store import Missing, Store, check_key
+from farflung.weights.strict import count, loads, need
+
+RENEW_SECONDS = 60.0
+LIVE_SECONDS = 600.0
+"""How long a lease that nobody renews still counts."""
+
+
+class Lease:
+    """One subscriber's word about what it holds. For the thread that fetches and the one that looks."""
+
+    def __init__(self, store: Store, run: str, name: str) -> None:
+        if "/" in name:
+            raise BadInput(f"{name!r} is not a subscriber's name", mend="it has no '/'")
+        self._store = store
+        self._key = f"{check_run(run)}/leases/{check_key(name)}"
+        self._version: int | None = None
+        self._written = 0.0
+
+    def hold(self, version: int) -> None:
+        if version != self._version:
+            self._version = version
+            self._write(version)
+
+    def renew(self) -> None:
+        version = self._version
+        if version is not None and time.monotonic() - self._written > RENEW_SECONDS:
+            self._write(version)
+
+    def _write(self, version: int) -> None:
+        self._store.write_note(self._key, json.dumps({"version": version}).encode())
+        self._written = time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What a pruning took away; ``floor`` is the oldest version that is left."""
+
+    floor: int
+    versions: int
+    objects: int
+    leases: int
+
+
+def held(store: Store, run: str, live_seconds: float = LIVE_SECONDS) -> dict[str, int]:
+    """Versions by the names of live subscribers. Raises Corrupt for a lease that cannot be read."""
+    found: dict[str, int] = {}
+    for key, age in store.ages(f"{run}/leases").items():
+        raw = store.read_pointer(key) if age <= live_seconds else None
+        if raw is None:
+            continue
+        try:
+            data = loads(raw)
+            need(set(data) == {"version"}, f"its fields are {sorted(data)}")
+            found[key.rsplit("/", 1)[1]] = count(data["version"])
+        except (ValueError, RecursionError) as error:
+            raise Corrupt(f"not a lease: {error}", where=f"lease {key}", mend="remove it") from None
+    return found
+
+
+def prune(history: History, keep: int, *, live_seconds: float = LIVE_SECONDS) -> Removed:
+    """Remove old versions; the newest ``keep``, and all that live subscribers hold, can still be reached and joined.
+
+    Everything from the newest version at or below those that is stored whole in all its formats stays. Manifests go
+    before their objects, oldest first, so that a pruning that is cut off leaves nothing half readable. Objects that no
+    version names (of a publisher that died) go too once they are older than ``live_seconds``.
+    """
+    if keep < 1:
+        raise BadInput(f"cannot keep {keep} versions", where=f"run {history.run}", mend="keep at least 1")
+    store, run = history.store, history.run
+    newest = history.newest()
+    if newest is None:
+        return Removed(0, 0, 0, 0)
+    live = held(store, run, live_seconds)
+    lowest = min([max(0, newest.number - keep + 1), *live.values()])
+    floor = _whole_below(history, newest, lowest)
+    kept = {key for version in _down(history, newest) if version.number >= floor for key in _objects(run, version)}
+    names, versions, objects, leases = store.ages(run), 0, 0, 0
+    for key in sorted(names):
+        folder, _, name = key.removeprefix(f"{run}/").rpartition("/")
+        if folder == "manifests" and _number(name) < floor:
+            store.delete(key)
+            versions += 1
+        elif folder.startswith("jumps/") and _number(name) - int(name.rpartition("-")[2]) < floor:
+            store.delete(key)
+        elif folder.startswith("jumps/"):
+            format, (number, _, span) = folder.removeprefix("jumps/"), name.partition("-")
+            kept |= _jump_objects(history, format, int(number), int(span))
+        elif folder == "leases" and name not in live:
+            store.delete(key)
+            leases += 1
+    for key, age in names.items():
+        if key.startswith(f"{run}/objects/") and key not in kept and age > live_seconds:
+            store.delete(key)
+            objects += 1
+    return Removed(floor, versions, objects, leases)
+
+
+def _whole_below(history: History, newest: Version, lowest: int) -> int:
+    """The newest version up to ``lowest`` from which every format of the newest one can be joined; 0 if that is gone."""
+    for version in _down(history, newest):
+        if version.number <= lowest and all(
+            name in version.manifest.streams and version.manifest.streams[name].anchor
+            for name in newest.manifest.streams
+        ):
+            return version.number
+    return 0
+
+
+def _down(history: History, version: Version) -> Iterator[Version]:
+    """Every version that is left, newest first."""
+    yield version
+    while version.manifest.ancestors:
+        try:
+            version = history.read(version.manifest.ancestors[0])
+        except Missing:
+            return
+        yield version
+
+
+def _objects(run: str, version: Version) -> Iterator[str]:
+    for stream in version.manifest.streams.values():
+        for part in (stream.schema, *stream.delta, *stream.anchor):
+            yield object_key(run, part)
+
+
+def _jump_objects(history: History, format: str, number: int, span: int) -> set[str]:
+    jump = read_jump(history.store, history.run, format, number, span, history.seal)
+    return set() if jump is None else {object_key(history.run, part) for part in jump.delta}
+
+
+def _number(name: str) -> int:
+    """The version that a manifest's or a jump's name begins with."""
+    head = name.partition("-")[0]
+    return int(head) if head.isascii() and head.isdigit() else 1 << 62
