@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from farflung.core.errors import BadInput, Corrupt
+from farflung.core.errors import Corrupt
 from farflung.weights import Conflict, FolderStore, Missing, Publisher
 from farflung.weights.manifest import (
     MAX_MANIFEST,
@@ -23,7 +23,7 @@ from farflung.weights.manifest import (
     pointer_key,
     read_head,
 )
-from farflung.weights.store import MAX_POINTER, Store, check_key
+from farflung.weights.store import Store, check_key, check_pointer
 
 RUN = "run-1"
 
@@ -64,6 +64,7 @@ class MemoryStore:
     def delete(self, key: str) -> None:
         self._crash(late=False)
         self.objects.pop(check_key(key), None)
+        self.pointers.pop(key, None)
         self._crash(late=True)
 
     def read_pointer(self, key: str) -> bytes | None:
@@ -71,12 +72,19 @@ class MemoryStore:
 
     def swap_pointer(self, key: str, expected: bytes | None, value: bytes) -> None:
         self._crash(late=False)
-        if len(value) > MAX_POINTER:
-            raise BadInput(f"a pointer of {len(value)} bytes", where=key)
-        if self.pointers.get(check_key(key)) != expected:
+        if self.pointers.get(check_pointer(key, value)) != expected:
             raise Conflict("the pointer has moved", where=key)
         self.pointers[key] = value
         self._crash(late=True)
+
+    def write_note(self, key: str, data: bytes) -> None:
+        self._crash(late=False)
+        self.pointers[check_pointer(key, data)] = data
+        self._crash(late=True)
+
+    def ages(self, folder: str) -> dict[str, float]:
+        """As if every key had just been written."""
+        return dict.fromkeys(self.list(folder), 0.0)
 
     def _crash(self, *, late: bool) -> None:
         if late != self.crash_after:

@@ -3,24 +3,65 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import resource
+import secrets
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Barrier
 
 import pytest
 
 from farflung.core.errors import BadInput, Corrupt
+from farflung.fleet.mirror import Mirror
 from farflung.weights import Conflict, FolderStore, Missing, Store, StoreError, open_store
 from farflung.weights.store import MAX_POINTER
 from tests.weights.parts import MemoryStore
+from tests.weights.servers import BUCKET, loop
+
+TOKEN = "a-token-for-tests"
 
 
-@pytest.fixture(params=["folder", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    return FolderStore(tmp_path / "not" / "there" / "yet") if request.param == "folder" else MemoryStore()
+class ReadThrough:
+    """Writes into a store, reads and leaves notes through a mirror of it, as a trainer and its samplers do together."""
+
+    def __init__(self, behind: Store, mirror: Store) -> None:
+        self.put, self.delete, self.swap_pointer = behind.put, behind.delete, behind.swap_pointer
+        self.list, self.ages = behind.list, behind.ages
+        self.get, self.exists, self.read_pointer = mirror.get, mirror.exists, mirror.read_pointer
+        self.write_note = mirror.write_note
+
+
+@contextmanager
+def mirrored(behind: Store, cache: Path) -> Iterator[Store]:
+    with loop() as beside:
+        mirror = Mirror(behind, cache, token=TOKEN, limit_bytes=1 << 20)
+        url = beside.run(mirror.start("127.0.0.1", 0))
+        try:
+            yield ReadThrough(behind, open_store(url, token=TOKEN))
+        finally:
+            beside.run(mirror.close())
+
+
+@pytest.fixture(params=["folder", "dictionary", "memory", "s3", "mirror"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "folder":
+        yield FolderStore(tmp_path / "not" / "there" / "yet")
+    elif request.param == "dictionary":
+        yield MemoryStore()
+    elif request.param == "memory":
+        yield open_store(f"memory://{tmp_path.name}")
+    elif request.param == "s3":
+        request.getfixturevalue("s3")
+        yield open_store(f"s3://{BUCKET}/{secrets.token_hex(8)}/prefix")
+    else:
+        with mirrored(FolderStore(tmp_path / "store"), tmp_path / "cache") as store:
+            yield store
 
 
 def test_an_object_comes_back_as_it_was_put(store: Store) -> None:
@@ -100,6 +141,44 @@ def test_a_pointer_moves_only_from_what_was_expected(store: Store) -> None:
         store.swap_pointer("run/latest", b"2", b"3" * (MAX_POINTER + 1))
 
 
+def test_a_note_is_overwritten_and_read_as_a_pointer_is(store: Store) -> None:
+    assert store.read_pointer("run/leases/a") is None
+    for note in (b"one", b"", b"x" * MAX_POINTER):
+        store.write_note("run/leases/a", note)
+        assert store.read_pointer("run/leases/a") == note
+    with pytest.raises(BadInput, match="at most"):
+        store.write_note("run/leases/a", b"x" * (MAX_POINTER + 1))
+    with pytest.raises(BadInput, match="not a store key"):
+        store.write_note("run/../a", b"")
+    assert store.list("run") == ["run/leases/a"]
+    store.delete("run/leases/a")
+    assert store.read_pointer("run/leases/a") is None
+
+
+def test_ages_name_every_key_below_the_folder_and_nothing_else(store: Store) -> None:
+    assert store.ages("run") == {}
+    store.put("run/objects/a", b"1")
+    store.swap_pointer("run/latest", None, b"1")
+    store.write_note("run/leases/b", b"1")
+    store.put("run-2/a", b"1")
+    assert sorted(store.ages("run")) == ["run/latest", "run/leases/b", "run/objects/a"]
+    assert sorted(store.ages("run/leases")) == ["run/leases/b"]
+    assert store.list("run") == ["run/latest", "run/leases/b", "run/objects/a"]
+    assert all(0 <= age < 600 for age in store.ages("run").values())
+
+
+def test_an_age_grows_until_the_next_write(store: Store) -> None:
+    if isinstance(store, MemoryStore):
+        pytest.skip("the dictionary has no clock")
+    store.put("run/old", b"1")
+    store.write_note("run/leases/a", b"1")
+    time.sleep(2.1)  # S3 tells times in whole seconds
+    store.write_note("run/leases/a", b"2")
+    ages = store.ages("run")
+    assert ages["run/old"] >= 1
+    assert ages["run/leases/a"] < ages["run/old"]
+
+
 def test_of_many_swaps_at_once_one_wins(store: Store) -> None:
     if isinstance(store, MemoryStore):
         pytest.skip("the store in memory is for one thread")
@@ -143,8 +222,8 @@ def test_of_many_puts_at_once_one_wins(store: Store) -> None:
 
 COUNT_UP = """
 import sys
-from farflung.weights.store import Conflict, FolderStore
-store, done = FolderStore(sys.argv[1]), 0
+from farflung.weights.store import Conflict, open_store
+store, done = open_store(sys.argv[1]), 0
 while done < 20:
     now = store.read_pointer("run/n")
     try:
@@ -155,10 +234,15 @@ while done < 20:
 """
 
 
-def test_no_swap_is_lost_between_processes(tmp_path: Path) -> None:
-    processes = [subprocess.Popen([sys.executable, "-c", COUNT_UP, str(tmp_path)]) for _ in range(2)]
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+def test_no_swap_is_lost_between_processes(tmp_path: Path, request: pytest.FixtureRequest, kind: str) -> None:
+    url = str(tmp_path)
+    if kind == "s3":
+        request.getfixturevalue("s3")
+        url = f"s3://{BUCKET}/{secrets.token_hex(8)}"
+    processes = [subprocess.Popen([sys.executable, "-c", COUNT_UP, url]) for _ in range(2)]
     assert [process.wait(60) for process in processes] == [0, 0]
-    assert FolderStore(tmp_path).read_pointer("run/n") == b"40"
+    assert open_store(url).read_pointer("run/n") == b"40"
 
 
 def test_a_folder_leaves_no_temporary_files(tmp_path: Path) -> None:
@@ -218,12 +302,41 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path) -> None:
     assert store.get("run/b", 5000) == b"x" * 5000
 
 
+@pytest.mark.parametrize("wrong_by", [-86400.0, 86400.0])
+def test_ages_do_not_hang_on_this_machines_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong_by: float
+) -> None:
+    """The file system tells one time, this process another; the file system is the store."""
+    store = FolderStore(tmp_path)
+    store.put("run/a", b"1")
+    store.write_note("run/b", b"1")
+    now = time.time()
+    os.utime(tmp_path / "run/a", (now - 50, now - 50))
+    for clock in ("time", "time_ns"):
+        right = getattr(time, clock)
+        unit = 1 if clock == "time" else 10**9
+        monkeypatch.setattr(time, clock, lambda right=right, unit=unit: right() + int(wrong_by * unit))
+    ages = store.ages("run")
+    assert 49 <= ages["run/a"] < 80
+    assert 0 <= ages["run/b"] < 30
+
+
+def test_a_key_from_the_future_has_no_negative_age(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    store.put("run/a", b"1")
+    os.utime(tmp_path / "run/a", (time.time() + 1000, time.time() + 1000))
+    assert store.ages("run") == {"run/a": 0.0}
+    assert list((tmp_path / ".tmp").iterdir()) == []
+
+
 def test_a_store_is_opened_by_its_url(tmp_path: Path) -> None:
     open_store(str(tmp_path / "a b")).put("run/a", b"1")
     assert open_store(f"file://{tmp_path}/a%20b").get("run/a", 1) == b"1"
-    for url in ("", "s3://bucket/x", "file://host/x"):
+    for url in ("", "ftp://host/x", "file://host/x", "s3:///x"):
         with pytest.raises(BadInput, match="no store"):
             open_store(url)
+    with pytest.raises(BadInput, match=r"file://, s3://.*gs://.*abfs://.*memory://.*https://"):
+        open_store("ftp://host/x")
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="not a folder"):
         open_store(str(tmp_path / "file"))

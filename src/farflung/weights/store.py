@@ -17,6 +17,8 @@ from farflung.core.errors import BadInput, Corrupt, InfraError
 
 MAX_POINTER = 4096
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "memory")
+_MIRROR_SCHEMES = ("http", "https")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -35,8 +37,9 @@ class Conflict(BadInput):
 class Store(Protocol):
     """Where versions lie. Keys are segments of ``[A-Za-z0-9._-]`` joined by "/"; a segment starts with no dot or dash.
 
-    Objects are immutable and durable when ``put`` returns. A pointer is a small value that moves by compare-and-swap;
-    its key is never used for an object. Every method raises StoreError when the machinery fails.
+    Objects are immutable and durable when ``put`` returns. A pointer is a small value that moves by compare-and-swap, a
+    note one that anybody overwrites; their keys are never used for objects. Every method raises StoreError when the
+    machinery fails; a write that raised it may have happened all the same, and can be tried again.
     """
 
     def put(self, key: str, data: bytes) -> None:
@@ -65,15 +68,40 @@ class Store(Protocol):
         """Set the pointer if it still holds ``expected`` (None: if it does not exist). Raises Conflict otherwise."""
         ...
 
+    def write_note(self, key: str, data: bytes) -> None:
+        """Set an advisory value of at most MAX_POINTER bytes, whatever was there; ``read_pointer`` reads it."""
+        ...
 
-def open_store(url: str) -> Store:
-    """The store at ``url``: a path or ``file:///path``. Raises BadInput for other schemes."""
+    def ages(self, folder: str) -> dict[str, float]:
+        """Seconds since each key below a folder was last written, all by the store's own clock: no machine's matters."""
+        ...
+
+
+def open_store(url: str, *, token: str | None = None) -> Store:
+    """The store at ``url``; objects.py says which variables of the environment an object store reads.
+
+    ``/path``, ``file:///path``          a folder
+    ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix`` (``abfs://`` ...)    an object store
+    ``memory://name``                    a store in this process, the same one for everybody who names it
+    ``http://host/prefix``, ``https://`` a mirror, to read from; ``token`` is sent to it and to no other kind
+
+    Raises BadInput for what is no such URL.
+    """
     parts = urlsplit(url)
     if parts.scheme == "file" and parts.netloc in ("", "localhost"):
         return FolderStore(unquote(parts.path))
     if parts.scheme == "" and url:
         return FolderStore(url)
-    raise BadInput(f"no store can be opened at {url!r}", mend="give a folder's path or a file:///absolute/path URL")
+    if parts.scheme in _OBJECT_SCHEMES:
+        from farflung.weights.objects import ObjectStore
+
+        return ObjectStore(url)
+    if parts.scheme in _MIRROR_SCHEMES:
+        from farflung.weights.objects import MirrorStore
+
+        return MirrorStore(url, token=token)
+    known = ", ".join(f"{scheme}://" for scheme in ("file", *_OBJECT_SCHEMES, *_MIRROR_SCHEMES))
+    raise BadInput(f"no store can be opened at {url!r}", mend=f"give a folder's path or a URL with one of {known}")
 
 
 def check_key(key: str) -> str:
@@ -83,8 +111,18 @@ def check_key(key: str) -> str:
     return key
 
 
+def check_pointer(key: str, value: bytes) -> str:
+    """Returns the key. Raises BadInput for one that is no key, or a value too large for a pointer or a note."""
+    if len(value) > MAX_POINTER:
+        raise BadInput(f"a pointer of {len(value)} bytes; at most {MAX_POINTER} fit", where=key)
+    return check_key(key)
+
+
 class FolderStore:
     """A folder on a local or shared file system with flock.
+
+    Not one of objects.py: a library for object stores has a backend for local folders too, but that neither syncs what
+    it writes nor compares before it replaces, and a version that the pointer names must survive a crash of the machine.
 
     Bytes go to ``.tmp``, are synced, and take their name by a rename under ``.lock``, so a crash or a full disk at any
     moment leaves an object whole or absent. Each temporary file is locked by its writer for as long as that lives; what
@@ -137,13 +175,25 @@ class FolderStore:
             return None
 
     def swap_pointer(self, key: str, expected: bytes | None, value: bytes) -> None:
-        if len(value) > MAX_POINTER:
-            raise BadInput(f"a pointer of {len(value)} bytes; at most {MAX_POINTER} fit", where=key)
-        path = self._path(key)
+        path = self._path(check_pointer(key, value))
         with self._explained(key, len(value)), self._staged(value) as staged, self._locked():
             if self.read_pointer(key) != expected:
                 raise Conflict("the pointer has moved", where=str(path), mend="another writer is at work on this run")
             self._publish(staged, path)
+
+    def write_note(self, key: str, data: bytes) -> None:
+        path = self._path(check_pointer(key, data))
+        with self._explained(key, len(data)), self._staged(data) as staged, self._locked():
+            self._publish(staged, path)
+
+    def ages(self, folder: str) -> dict[str, float]:
+        written = {}
+        with self._explained(folder, 0), self._staged(b"now") as probe:
+            now = probe.stat().st_mtime
+            for key in self.list(folder):
+                with suppress(FileNotFoundError):
+                    written[key] = max(0.0, now - (self.root / key).stat().st_mtime)
+        return written
 
     def _path(self, key: str) -> Path:
         return self.root / check_key(key)
