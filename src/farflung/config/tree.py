@@ -119,6 +119,23 @@ class PoolConfig(Section):
     """Folder of recorded episodes that the paced engine says again; without it, it says anything."""
 
 
+class WeightsConfig(Section):
+    store: str | None = None
+    """Where versions are published: a folder, s3://bucket/prefix, gs://..., az://... None: the run's own folder. Samplers on
+    other machines must reach it."""
+    formats: tuple[WeightFormat, ...] = ()
+    """Formats to publish beyond bf16 and those of the pools, for samplers that join from elsewhere."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of matrices, by Hugging Face name, that stay BF16 in every format, e.g. ["model.layers.0.*"]. Embeddings, LM
+    head and norms always do."""
+    anchor_every: Positive = 50
+    """A whole copy is stored every this many versions, for samplers that join."""
+    levels: Annotated[int, Field(ge=0, le=20)] = 7
+    """Deltas are folded into jumps of up to 2^levels versions, for samplers that are behind; 0 folds none."""
+    keep: Positive | None = None
+    """Remove versions that are older than this many, unless a sampler still holds them. None: keep all."""
+
+
 class RouterConfig(Section):
     turn_seconds: Seconds = 60.0
     """A replica that has not answered a turn by then is passed over and the turn goes to another."""
@@ -199,6 +216,7 @@ class Recipe(Section):
     agent: AgentConfig = AgentConfig()
     sandbox: SandboxConfig = SandboxConfig()
     sampling: SamplingConfig = SamplingConfig()
+    weights: WeightsConfig = WeightsConfig()
     pools: tuple[PoolConfig, ...] = (PoolConfig(name="bf16"),)
     router: RouterConfig = RouterConfig()
     train: TrainConfig = TrainConfig()

@@ -8,7 +8,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from farflung.core.errors import BadInput
@@ -16,7 +16,7 @@ from farflung.core.process import patience
 from farflung.engines.base import Engine
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from farflung.weights.subscriber import Update
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ class WeightsSource(Protocol):
         """The version that the pointer names, None before the first."""
         ...
 
-    def fetch(self, version: int) -> Mapping[str, Tensor]:
-        """That version's tensors (BF16), verified. Raises BadInput (Corrupt, Missing) or InfraError."""
+    def fetch(self, version: int) -> Update:
+        """That version's tensors, verified. Raises BadInput (Corrupt, Missing) or InfraError."""
         ...
 
 
@@ -57,6 +57,7 @@ class Reconciler:
         self._limit = backoff_limit
         self.on_change: Callable[[], None] = lambda: None
         self._held = NO_VERSION
+        self._followed = False
         self._looking = asyncio.Lock()
         self._queued: asyncio.Task[int] | None = None
         self._calls: set[float] = set()
@@ -65,6 +66,9 @@ class Reconciler:
         self.ready = asyncio.Event()
         self.newest = NO_VERSION
         self.loads = 0
+        self.skipped = 0
+        self.bytes = 0
+        self.stage_seconds = 0.0
         self.failures = 0
         self.rejected: dict[int, int] = {}
         self.last_error = ""
@@ -121,7 +125,11 @@ class Reconciler:
     def counters(self) -> dict[str, Any]:
         return {
             "newest": self.newest,
+            "lag": max(0, self.newest - self._held),
             "loads": self.loads,
+            "skipped": self.skipped,
+            "bytes": self.bytes,
+            "stage_seconds": round(self.stage_seconds, 3),
             "failures": self.failures,
             "rejected": {str(version): count for version, count in self.rejected.items()},
             "last_error": self.last_error,
@@ -158,11 +166,18 @@ class Reconciler:
 
     async def _advance(self, version: int) -> None:
         try:
-            weights = await self._ask(lambda: self._source.fetch(version))
-            await self._engine.load(version, weights)
+            began = time.monotonic()
+            update = await self._ask(lambda: self._source.fetch(version))
+            # What changed is what changed since the fetch before: no use to an engine that did not load that one.
+            followed, self._followed = self._followed, False
+            await self._engine.load(version, update.tensors, update.changed if followed else None)
+            self._followed = True
         except BadInput:
             self.rejected[version] = self.rejected.get(version, 0) + 1
             raise
+        self.stage_seconds += time.monotonic() - began
+        self.bytes += update.bytes
+        self.skipped += max(0, version - self._held - 1) if self._held != NO_VERSION else 0
         self._held = version
         self.loads += 1
         self.on_change()

@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -24,14 +24,14 @@ from farflung.fleet.reconcile import Reconciler, WeightsSource
 from farflung.fleet.replica import Replica
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from farflung.weights.subscriber import Update
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """``replica`` must be different for every replica of a fleet. ``router`` is joined; ``advertise`` is this replica's
     URL as the router reaches it, where that is not the one it listens on. ``drain_seconds``: how long a stop waits for
-    the turns in flight. ``replay``: a folder of episode frames that the paced engine says again."""
+    the turns in flight. ``image``: a folder of this replica's own, where its weights stay for the next start. ``replay``: a folder of episode frames that the paced engine says again."""
 
     model: str
     pool: str = "default"
@@ -42,6 +42,7 @@ class ServeOptions:
     capacity: int = 16
     store: str | None = None
     run_id: str | None = None
+    image: Path | None = None
     router: str | None = None
     advertise: str | None = None
     host: str = "127.0.0.1"
@@ -76,7 +77,7 @@ def serve(options: ServeOptions, token: str) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))  # read when torch is imported
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     source = Source(options.pool, options.replica or f"{options.pool}-{os.getpid()}", options.weights, options.kv)
-    weights = _weights(options)
+    weights = _weights(options, source.replica, token)
     asyncio.run(_serve(options, token, source, weights))
 
 
@@ -114,13 +115,21 @@ def make_engine(options: ServeOptions, source: Source) -> Engine:
     return EmbeddedEngine.from_folder(Path(options.model), source, EngineOptions(capacity=options.capacity))
 
 
-def _weights(options: ServeOptions) -> WeightsSource | None:
+def _weights(options: ServeOptions, replica: str, token: str) -> WeightsSource | None:
     if options.store is None or options.run_id is None:
         return None
+    from farflung.weights.manifest import derive_key
     from farflung.weights.store import open_store
     from farflung.weights.subscriber import Subscriber
 
-    subscriber = Subscriber(open_store(options.store), options.run_id)
+    subscriber = Subscriber(
+        open_store(options.store, token=token),
+        options.run_id,
+        format=options.weights,
+        key=derive_key(token),
+        folder=options.image,
+        name=replica,
+    )
     return _PointerOnly(subscriber) if options.engine == "paced" else subscriber
 
 
@@ -133,8 +142,10 @@ class _PointerOnly:
     def newest(self) -> int | None:
         return self._source.newest()
 
-    def fetch(self, version: int) -> Mapping[str, Tensor]:
-        return {}
+    def fetch(self, version: int) -> Update:
+        from farflung.weights.subscriber import Update
+
+        return Update(version, {}, None)
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[ServeOptions, str]:
@@ -151,8 +162,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ServeOptions, str]:
     add("--kv", default=d.kv, choices=get_args(KvFormat), help="format of the key-value cache")
     add("--engine", default=d.engine, choices=("embedded", "paced"))
     add("--capacity", type=int, default=d.capacity, help="sessions at a time; pools get sessions in proportion")
-    add("--store", help="the run's weight store (a folder or file:// URL)")
+    add("--store", help="the run's weight store: a folder, s3://..., gs://..., az://..., or http://... of a mirror")
     add("--run-id", help="the run whose versions are followed")
+    add("--image", type=Path, metavar="FOLDER", help="keep the weights in this folder of its own, for the next start")
     add("--join", dest="router", metavar="URL", help="the router to join")
     add("--advertise", metavar="URL", help="this replica's URL as the router reaches it")
     add("--host", default=d.host)

@@ -53,9 +53,7 @@ def curves(run: RunData) -> list[Chart]:
         Chart("Tokens per second by pool", "Sampled tokens over wall time.", _rates(run), number, low=0.0, x_name="time"),
         Chart("Trainer's time per update", "Seconds: green is the step, grey the wait for its batch.", _seconds(run),
               number, low=0.0),
-        Chart("Published bytes", "Size of each version's delta.",
-              [Series("bytes", ALL, [v.number for v in run.versions[1:]], [v.bytes for v in run.versions[1:]])],
-              number, low=0.0),
+        Chart("Published bytes", "Size of each version's delta, by format; log scale.", _streams(run), number, log=True),
     ]  # fmt: skip
 
 
@@ -83,6 +81,15 @@ def rate(points: Sequence[PoolPoint]) -> float:
 
 def _all(run: RunData, name: str, pick: Callable[[UpdateMetrics], float], *, dashed: bool = False) -> Series:
     return Series(name, ALL, [m.update for m in run.updates], [pick(m) for m in run.updates], dashed)
+
+
+def _streams(run: RunData) -> list[Series]:
+    """Bytes of each version by format, but for those without a change: they have none."""
+    series = []
+    for place, format in enumerate(dict.fromkeys(row.format for row in run.streams)):
+        rows = [row for row in run.streams if row.format == format and row.bytes]
+        series.append(Series(format, place, [row.version for row in rows], [row.bytes for row in rows]))
+    return series
 
 
 def _pools(run: RunData, pick: Callable[[TokenStats], float], counted: str = "tokens") -> list[Series]:

@@ -43,6 +43,33 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamRow:
+    """A version in one format: bytes of its delta, elements changed, and the bytes that their positions and steps need."""
+
+    version: int
+    format: str
+    bytes: int
+    changed: int
+    elements: int
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRow:
+    """A replica's last word on its weights. Seconds: staging (fetch, verify, prepare) and pauses, over all its loads."""
+
+    name: str
+    pool: str
+    version: int
+    lag: int
+    loads: int
+    skipped: int
+    bytes: int
+    stage_seconds: float
+    pause_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeRow:
     """Where a finished episode lies and what the ledger says of it."""
 
@@ -73,6 +100,8 @@ class RunData:
     updates: tuple[UpdateMetrics, ...]
     update_times: tuple[float, ...]
     versions: tuple[Version, ...]
+    streams: tuple[StreamRow, ...]
+    replicas: tuple[ReplicaRow, ...]
     endings: tuple[Ending, ...]
     drops: tuple[Drop, ...]
     pools: Mapping[str, tuple[PoolPoint, ...]]
@@ -131,8 +160,10 @@ def _read(db: sqlite3.Connection, folder: Path, recipe: Recipe, model: Path) -> 
     began = float(db.execute("SELECT COALESCE(MIN(opened_at), 0) FROM groups").fetchone()[0])
     updates = db.execute("SELECT created_at, metrics FROM updates ORDER BY id").fetchall()
     pools: dict[str, list[PoolPoint]] = {}
+    replicas: dict[str, ReplicaRow] = {}
     for at, pool, text in db.execute("SELECT at, pool, status FROM pools ORDER BY at"):
         status = json.loads(text)
+        replicas |= {replica["name"]: _replica(pool, replica) for replica in status.get("replicas", ())}
         point = PoolPoint(at - began, int(status.get("sampled_tokens", 0)), int(status.get("active", 0)))
         pools.setdefault(pool, []).append(point)
     last = db.execute(
@@ -150,6 +181,13 @@ def _read(db: sqlite3.Connection, folder: Path, recipe: Recipe, model: Path) -> 
                 "SELECT version, created_at, bytes, changed, total FROM versions ORDER BY version"
             )
         ),
+        streams=tuple(
+            StreamRow(*row)
+            for row in db.execute(
+                "SELECT version, format, bytes, changed, elements, bound FROM streams ORDER BY version, format"
+            )
+        ),
+        replicas=tuple(replicas[name] for name in sorted(replicas)),
         endings=tuple(
             Ending(*row)
             for row in db.execute("SELECT end, COUNT(*), AVG(reward) FROM episodes GROUP BY end ORDER BY COUNT(*) DESC")
@@ -178,4 +216,20 @@ def _read(db: sqlite3.Connection, folder: Path, recipe: Recipe, model: Path) -> 
             (at - began, kind, detail)
             for at, kind, detail in db.execute("SELECT at, kind, detail FROM events ORDER BY at DESC LIMIT 200")
         ),
+    )
+
+
+def _replica(pool: str, status: Mapping[str, Any]) -> ReplicaRow:
+    counters = status.get("counters", {})
+    weights = counters.get("weights", {})
+    return ReplicaRow(
+        str(status["name"]),
+        pool,
+        int(status["version"]),
+        int(weights.get("lag", 0)),
+        int(weights.get("loads", 0)),
+        int(weights.get("skipped", 0)),
+        int(weights.get("bytes", 0)),
+        float(weights.get("stage_seconds", 0.0)),
+        float(counters.get("swap_seconds", 0.0)),
     )

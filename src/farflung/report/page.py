@@ -17,7 +17,7 @@ from farflung.config import Recipe, dump_recipe
 from farflung.core.errors import BadInput
 from farflung.report.charts import draw, latest, number, percent
 from farflung.report.curves import curves, pool_color, rate, total
-from farflung.report.data import RunData, read_run
+from farflung.report.data import RunData, StreamRow, read_run
 from farflung.report.scores import scores
 from farflung.report.transcript import Piece, Reading, Turn, choose, load_tokenizer
 
@@ -152,17 +152,57 @@ def _endings(run: RunData) -> list[dict[str, Any]]:
 def _versions(run: RunData) -> dict[str, Any]:
     deltas = run.versions[1:]
     if not run.versions:
-        return {"text": "None published yet.", "rows": []}
+        return {"text": "None published yet.", "formats": [], "streams": [], "rows": [], "replicas": []}
     text = f"Version 0 is the starting policy, {number(run.versions[0].total)} values."
     if deltas:
-        size = sum(v.bytes for v in deltas) / len(deltas)
         changed = sum(v.changed for v in deltas) / max(1, sum(v.total for v in deltas))
-        text += f" The {len(deltas)} after it took {number(size)} bytes each on average and changed {percent(changed)} of the values."
+        text += f" The {len(deltas)} after it changed {percent(changed)} of its BF16 values on average."
+    of = {(row.version, row.format): row for row in run.streams}
+    formats = list(dict.fromkeys(row.format for row in run.streams))
     rows = [
-        (v.number, clock(v.at) if v.at > 0 else "start", f"{v.bytes:,}", percent(v.changed / max(1, v.total)))
+        (v.number, clock(v.at) if v.at > 0 else "start", [_stream(of.get((v.number, format))) for format in formats])
         for v in reversed(run.versions)
     ]
-    return {"text": text, "rows": rows}
+    return {"text": text, "formats": formats, "streams": _streams(run), "rows": rows, "replicas": _replicas(run)}
+
+
+def _stream(row: StreamRow | None) -> str:
+    return "–" if row is None or not row.version else f"{row.bytes:,} ({percent(row.changed / max(1, row.elements))})"
+
+
+def _streams(run: RunData) -> list[tuple[str, ...]]:
+    """By format: bytes of a version, share of elements changed, bytes per changed element, and over the bound."""
+    found: list[tuple[str, ...]] = []
+    for format in dict.fromkeys(row.format for row in run.streams):
+        rows = [row for row in run.streams if row.format == format and row.version]
+        size, changed, bound = (sum(getattr(row, key) for row in rows) for key in ("bytes", "changed", "bound"))
+        found.append(
+            (
+                format,
+                number(size / max(1, len(rows))),
+                percent(changed / max(1, sum(row.elements for row in rows))),
+                f"{size / changed:.2f}" if changed else "–",
+                f"{size / bound:.2f}×" if bound else "–",
+            )
+        )
+    return found
+
+
+def _replicas(run: RunData) -> list[tuple[str, ...]]:
+    """By replica: versions loaded and passed over, how far behind it was last, bytes, and seconds of a load."""
+    return [
+        (
+            row.name,
+            str(row.loads),
+            str(row.skipped),
+            str(row.lag),
+            number(row.bytes / row.loads),
+            f"{row.stage_seconds / row.loads:.2f}",
+            f"{1000 * row.pause_seconds / row.loads:.1f}",
+        )
+        for row in run.replicas
+        if row.loads
+    ]
 
 
 def _settings(recipe: Recipe) -> list[dict[str, Any]]:

@@ -133,11 +133,15 @@ class Buffer:
     # Training
 
     def batch(self, update: int) -> list[int] | None:
-        """The groups of an update, the same ones each time it is asked for; None until enough groups are ready."""
+        """The groups of an update, the same ones each time it is asked for; None until enough groups are ready.
+
+        The trainer may be one update ahead of its report: the one before, whose batch it has, is being published.
+        """
         if taken := self._ledger.batch(update):
             return taken
-        if update != self._ledger.last_update() + 1:
-            raise BadInput(f"update {update} cannot come after update {self._ledger.last_update()}", where="batch")
+        done = self._ledger.last_update()
+        if update != done + 1 and not (update == done + 2 and self._ledger.batch(done + 1)):
+            raise BadInput(f"update {update} cannot come after update {done}", where="batch")
         ready = self._ledger.groups("ready")
         bound = self._recipe.run.max_staleness
         if bound is not None:
@@ -175,7 +179,8 @@ class Buffer:
         if self._recipe.run.sync:
             under_way = len(self._ledger.batch(done + 1))
             return under_way + self._ready + len(self._open) < per_batch
-        left = (self._recipe.run.updates - done) * per_batch - len(self._ledger.batch(done + 1))
+        taken = len(self._ledger.batch(done + 1)) + len(self._ledger.batch(done + 2))
+        left = (self._recipe.run.updates - done) * per_batch - taken
         limit = math.ceil(self._recipe.run.buffer_batches * per_batch)
         return self._ready + len(self._open) < min(limit, left)
 

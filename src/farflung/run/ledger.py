@@ -39,6 +39,9 @@ CREATE TABLE IF NOT EXISTS updates (id INTEGER PRIMARY KEY, created_at REAL NOT 
 CREATE TABLE IF NOT EXISTS versions (
     version INTEGER PRIMARY KEY, created_at REAL NOT NULL, bytes INTEGER NOT NULL, changed INTEGER NOT NULL,
     total INTEGER NOT NULL, seconds REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS streams (
+    version INTEGER NOT NULL, format TEXT NOT NULL, bytes INTEGER NOT NULL, changed INTEGER NOT NULL,
+    elements INTEGER NOT NULL, bound REAL NOT NULL, PRIMARY KEY (version, format));
 CREATE TABLE IF NOT EXISTS drops (
     id INTEGER PRIMARY KEY, created_at REAL NOT NULL, group_id INTEGER NOT NULL, idx INTEGER, attempt INTEGER,
     cause TEXT NOT NULL, detail TEXT NOT NULL, retried INTEGER NOT NULL);
@@ -249,8 +252,15 @@ class Ledger:
 
     @staticmethod
     def _insert_version(db: sqlite3.Connection, version: int, published: Mapping[str, Any]) -> None:
-        numbers = [published.get(key, 0) for key in ("bytes", "changed", "total", "seconds")]
-        db.execute("INSERT OR IGNORE INTO versions VALUES (?,?,?,?,?,?)", (version, time.time(), *numbers))
+        """What was published, in all formats together and in each."""
+        streams = published["streams"]
+        bf16 = streams["bf16"]
+        size = sum(stream["bytes"] for stream in streams.values())
+        row = (version, time.time(), size, bf16["changed"], bf16["elements"], published["seconds"])
+        db.execute("INSERT OR IGNORE INTO versions VALUES (?,?,?,?,?,?)", row)
+        for format, stream in streams.items():
+            numbers = [stream[key] for key in ("bytes", "changed", "elements", "bound")]
+            db.execute("INSERT OR IGNORE INTO streams VALUES (?,?,?,?,?,?)", (version, format, *numbers))
 
     def last_update(self) -> int:
         """Updates made so far, which is also the newest version's number."""

@@ -2,18 +2,20 @@
 
 Killed at any point it goes on without repeating an update: the checkpoint is written whole or not at all and carries the
 update's metrics; publishing the same version again changes nothing; the coordinator records a report once. A batch
-belongs to its update for good, so an update whose checkpoint was never written is made again from the same groups.
+belongs to its update for good, so an update whose checkpoint was never written is made again from the same groups. A
+version is published while the next step is made; the next checkpoint waits for it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from farflung.config import Recipe
 from farflung.core.errors import BAD_INPUT_CODE, DISK_FULL, BadInput, Corrupt, FarflungError, InfraError, disk_full
@@ -21,7 +23,9 @@ from farflung.core.metrics import UpdateMetrics
 from farflung.fleet import process, wire
 from farflung.run.client import RunClient, RunOver
 from farflung.run.coordinator import decode_batch
+from farflung.run.publishing import Publishing, Upkeep
 from farflung.trainer.step import Trainer
+from farflung.weights.manifest import derive_key
 from farflung.weights.publisher import Publisher
 from farflung.weights.store import open_store
 
@@ -40,10 +44,10 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, required=True, help="the run's folder")
     args = parser.parse_args()
     process.start_process()
-    client = RunClient(args.run, wire.read_token(args.token_file))
-    facts = client.get("/v1/recipe")
+    token = wire.read_token(args.token_file)
+    client = RunClient(args.run, token)
     try:
-        train(client, Recipe.model_validate(facts["recipe"]), Path(facts["model"]), facts["run_id"], args.dir)
+        train(client, client.get("/v1/recipe"), token, args.dir)
     except RunOver:
         print("the run is over", flush=True)
     except (FarflungError, OSError) as error:
@@ -54,27 +58,46 @@ def main() -> None:
         raise SystemExit(0) from None
 
 
-def train(client: RunClient, recipe: Recipe, model: Path, run_id: str, run_dir: Path) -> None:
+def train(client: RunClient, facts: Mapping[str, Any], token: str, run_dir: Path) -> None:
     """Make updates until the coordinator wants no more; the last policy lies in ``run_dir/policy``."""
+    recipe, model = Recipe.model_validate(facts["recipe"]), Path(facts["model"])
     trainer, last = _start(recipe, model, run_dir)
-    store = open_store(str(run_dir / "store"))
-    publisher = Publisher.resume(store, run_id)
-    if (published := publisher.version) is None:
+    place, key = str(facts["store"]), derive_key(token)
+    store, run_id = open_store(place), str(facts["run_id"])
+    publisher = Publisher(
+        store,
+        run_id,
+        formats=_formats(recipe),
+        exclude=recipe.weights.exclude,
+        anchor_every=recipe.weights.anchor_every,
+        key=key,
+    )
+    if (published := publisher.resume()) is None:
         if trainer.version > 0:
-            raise Corrupt(
-                f"the store is empty, the checkpoint is at version {trainer.version}", where=str(run_dir / "store")
-            )
-        base = publisher.publish_base(trainer.weights())
+            raise Corrupt(f"the store is empty, the checkpoint is at version {trainer.version}", where=place)
+        base = publisher.publish(0, trainer.weights())
         client.post("/v1/updates", {"metrics": None, "published": asdict(base)})
+    publishing = Publishing(publisher, client)
     if last is not None and trainer.version >= (published or 0):  # else an older checkpoint makes its update again
-        _publish(client, trainer, publisher, last)
+        publishing.start(trainer.version, publisher.snapshot(trainer.weights()), last)
+        publishing.settle()
+    upkeep = Upkeep(store, run_id, recipe, key)
     print(f"trainer ready at version {trainer.version}", flush=True)
     try:
         while True:
-            _update(client, trainer, publisher, run_dir)
+            _update(client, trainer, publisher, publishing, run_dir)
     except RunOver:
+        publishing.settle()
         trainer.export(run_dir / "policy")
         print("trainer finished", flush=True)
+    finally:
+        upkeep.close()
+
+
+def _formats(recipe: Recipe) -> tuple[str, ...]:
+    """BF16 first, then those that the pools serve and those that were asked for."""
+    served = [pool.weights for pool in recipe.pools if pool.engine != "paced"]
+    return tuple(dict.fromkeys(["bf16", *served, *recipe.weights.formats]))
 
 
 def _start(recipe: Recipe, model: Path, run_dir: Path) -> tuple[Trainer, UpdateMetrics | None]:
@@ -89,8 +112,8 @@ def _start(recipe: Recipe, model: Path, run_dir: Path) -> tuple[Trainer, UpdateM
     return Trainer(model, recipe.train, temperature=recipe.sampling.temperature, seed=recipe.run.seed), None
 
 
-def _update(client: RunClient, trainer: Trainer, publisher: Publisher, run_dir: Path) -> None:
-    """One update from batch to report. Raises RunOver when there is no further one."""
+def _update(client: RunClient, trainer: Trainer, publisher: Publisher, publishing: Publishing, run_dir: Path) -> None:
+    """One update from batch to a version that is being published. Raises RunOver when there is no further one."""
     update = trainer.version + 1
     waited = time.monotonic()
     while not (raw := client.post("/v1/batches", {"update": update})):
@@ -98,10 +121,14 @@ def _update(client: RunClient, trainer: Trainer, publisher: Publisher, run_dir: 
     began = time.monotonic()
     metrics = trainer.step(decode_batch(raw))
     stepped = time.monotonic()
-    parts = dict(metrics.seconds) | {"wait": began - waited, "step": stepped - began}
+    publishing.settle()
+    settled = time.monotonic()
+    parts = dict(metrics.seconds) | {"wait": began - waited, "step": stepped - began, "settle": settled - stepped}
     metrics = replace(metrics, seconds=parts)
     _checkpoint(trainer, metrics, run_dir)
-    _publish(client, trainer, publisher, metrics, saved=time.monotonic() - stepped)
+    saved = dict(parts) | {"save": time.monotonic() - settled}
+    snapshot = publisher.snapshot(trainer.weights())
+    publishing.start(trainer.version, snapshot, replace(metrics, seconds=saved))
 
 
 def _checkpoint(trainer: Trainer, metrics: UpdateMetrics, run_dir: Path) -> None:
@@ -110,21 +137,6 @@ def _checkpoint(trainer: Trainer, metrics: UpdateMetrics, run_dir: Path) -> None
     trainer.save(folder / f"update-{trainer.version:06d}", {"metrics": metrics.to_dict()})
     for old in checkpoints(run_dir)[:-KEEP_CHECKPOINTS]:
         shutil.rmtree(old)
-
-
-def _publish(
-    client: RunClient, trainer: Trainer, publisher: Publisher, metrics: UpdateMetrics, saved: float = 0.0
-) -> None:
-    """Make the update's version visible, then report it: a sampler may serve a version before the ledger knows it."""
-    published = publisher.publish(trainer.version, trainer.weights())
-    parts = dict(metrics.seconds) | {"save": saved, "publish": published.seconds}
-    report = replace(metrics, seconds=parts)
-    client.post("/v1/updates", {"metrics": report.to_dict(), "published": asdict(published)})
-    print(
-        f"update {metrics.update}: reward {metrics.all.reward:.3f}, kl {metrics.all.kl:.5f}, "
-        f"gradient norm {metrics.grad_norm:.3f}, {json.dumps({k: round(v, 2) for k, v in parts.items()})}",
-        flush=True,
-    )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@ class Workspace:
 
     @property
     def store(self) -> str:
-        return str((self.path / "store").absolute())
+        """The weight store's path or URL."""
+        return self.recipe.weights.store or str((self.path / "store").absolute())
 
     @property
     def policy(self) -> Path:
@@ -107,7 +108,10 @@ def _anchored(recipe: Recipe) -> Recipe:
     pools = tuple(
         pool.model_copy(update={"replay": anchored(pool.replay)}) if pool.replay else pool for pool in recipe.pools
     )
-    return recipe.model_copy(update={"tasks": tasks, "pools": pools})
+    weights = recipe.weights
+    if weights.store is not None and "://" not in weights.store:
+        weights = weights.model_copy(update={"store": anchored(weights.store)})
+    return recipe.model_copy(update={"tasks": tasks, "pools": pools, "weights": weights})
 
 
 def _write_whole(path: Path, text: str, mode: int) -> None:

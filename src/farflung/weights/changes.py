@@ -6,14 +6,18 @@ two changes in a row are one whose steps are their sums.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from farflung.weights import kernels
 from farflung.weights.elements import Bits, ElementType
 
 Positions = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
 WORDS = 1 << 15
 """Eight-byte words that are compared at a time: both sides and the result stay in a core's cache."""
 
@@ -31,15 +35,15 @@ class Changes:
 
 def find(before: Bits, after: Bits, kind: ElementType) -> Changes:
     """What turns ``before`` into ``after``: contiguous arrays of the same length."""
-    items = _differing(before, after)
-    old, new = before[items], after[items]
+    items, steps = _differing(before, after)
     if kind.bits == 4:
+        old, new = before[items], after[items]
         low, high = ((new & 15) - (old & 15)) & 15, ((new >> 4) - (old >> 4)) & 15
         steps = np.stack([low, high], 1).reshape(-1).astype(np.uint8)
         positions = np.stack([2 * items, 2 * items + 1], 1).reshape(-1)
         changed = steps != 0
         return Changes(positions[changed], steps[changed])
-    return Changes(items, new - old)
+    return Changes(items, steps)
 
 
 def apply(array: Bits, changes: Changes, kind: ElementType) -> None:
@@ -52,6 +56,9 @@ def apply(array: Bits, changes: Changes, kind: ElementType) -> None:
             old = array[at]
             code = ((old >> shift) + changes.steps[half]) & 15
             array[at] = (old & (0xF0 >> shift)) | (code << shift)
+        return
+    if kernels.worth(len(array)):
+        kernels.compiled(kernels.add)(array, changes.positions, changes.steps)
         return
     array[changes.positions] += changes.steps
 
@@ -78,18 +85,36 @@ def _modulo(steps: Bits, kind: ElementType) -> Bits:
     return steps & steps.dtype.type(15) if kind.bits == 4 else steps
 
 
-def _differing(before: Bits, after: Bits) -> Positions:
-    """Indices of items that differ. Whole words first: most are equal, and one comparison settles several items."""
+def _differing(before: Bits, after: Bits) -> tuple[Positions, Bits]:
+    """Indices of items that differ, and by how much. Whole words first: most are equal, and one comparison settles several
+    items."""
     per_word = 8 // before.itemsize
     aligned = len(before) // per_word * per_word
     old, new = before[:aligned].view(np.uint64), after[:aligned].view(np.uint64)
-    found: list[Positions] = []
+    look = _compiled if kernels.worth(len(before)) else _plain
+    found = list(look(old, new, before.dtype, per_word))
+    tail = after[aligned:] - before[aligned:]
+    odd = np.flatnonzero(tail)
+    found.append((odd + aligned, tail[odd]))
+    return np.concatenate([items for items, _ in found]), np.concatenate([steps for _, steps in found])
+
+
+def _plain(old: Words, new: Words, dtype: np.dtype[Any], per_word: int) -> Iterator[tuple[Positions, Bits]]:
+    shift = per_word.bit_length() - 1
     differs = np.empty(WORDS, np.bool_)
     for start in range(0, len(old), WORDS):
         a, b = old[start : start + WORDS], new[start : start + WORDS]
         words = np.flatnonzero(np.not_equal(a, b, out=differs[: len(a)]))
         if len(words):
-            odd = np.flatnonzero((a[words] ^ b[words]).view(before.dtype))
-            found.append((words[odd // per_word] + start) * per_word + odd % per_word)
-    found.append(np.flatnonzero(before[aligned:] != after[aligned:]) + aligned)
-    return np.concatenate(found)
+            steps = b[words].view(dtype) - a[words].view(dtype)
+            odd = np.flatnonzero(steps != 0)
+            yield ((words[odd >> shift] + start) << shift) + (odd & (per_word - 1)), steps[odd]
+
+
+def _compiled(old: Words, new: Words, dtype: np.dtype[Any], per_word: int) -> Iterator[tuple[Positions, Bits]]:
+    find = kernels.compiled(kernels.find)
+    items, steps = np.empty(WORDS * per_word + 1, np.int64), np.empty(WORDS * per_word + 1, dtype)
+    for start in range(0, len(old), WORDS):
+        a, b = old[start : start + WORDS], new[start : start + WORDS]
+        n = find(a, b, a.view(dtype), b.view(dtype), per_word, start * per_word, items, steps)
+        yield items[:n].copy(), steps[:n].copy()

@@ -164,6 +164,11 @@ class Jump:
             raise Corrupt(f"not a jump: {error}", where=where) from None
 
 
+def derive_key(token: str) -> bytes:
+    """The signing key of a run, from the secret token that its processes share anyway."""
+    return hmac.new(token.encode(), b"farflung weights", hashlib.sha256).digest()
+
+
 class Seal:
     """Signs and checks with the run's key; without a key nothing is signed, and signatures are not looked at."""
 

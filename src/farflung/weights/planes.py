@@ -24,6 +24,7 @@ import numpy.typing as npt
 import zstandard
 
 from farflung.core.errors import Corrupt
+from farflung.weights import kernels
 from farflung.weights.changes import Changes, Positions
 from farflung.weights.elements import Bits, Bytes, ElementType
 
@@ -49,34 +50,27 @@ class Span:
         return (self.size // self.count).bit_length() - 1 if self.count else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One piece's changes in planes: ``control`` and ``low`` [4] have a byte for each, ``gaps`` and ``codes`` hold what escaped."""
+
+    control: Bytes
+    low: Sequence[Bytes]
+    gaps: UInt32
+    codes: UInt32
+
+
 def pack(spans: Sequence[Span], changes: Sequence[Changes]) -> tuple[dict[str, Bytes], npt.NDArray[np.int64]]:
     """Compressed planes, and how often each step's code came ([256], the last for all that are larger)."""
-    control: list[Bytes] = []
-    low: list[list[Bytes]] = [[] for _ in range(4)]
-    gaps: list[UInt32] = []
-    steps: list[UInt32] = []
-    seen = np.zeros(CODES, np.int64)
-    for span, change in zip(spans, changes, strict=True):
-        if not len(change):
-            continue
-        gap = np.empty(len(change), np.uint32)
-        gap[0] = change.positions[0]
-        np.subtract(change.positions[1:], change.positions[:-1], out=gap[1:], casting="unsafe")
-        gap[1:] -= 1
-        k = span.low_bits
-        for plane in range((k + 7) // 8):
-            low[plane].append(((gap >> (8 * plane)) & ((1 << min(8, k - 8 * plane)) - 1)).astype(np.uint8))
-        top = gap >> k
-        code = _zigzag(change.steps, span.kind)
-        control.append(np.minimum(top, ESCAPE).astype(np.uint8) << 4 | np.minimum(code, ESCAPE).astype(np.uint8))
-        gaps.append((top[top >= ESCAPE] - ESCAPE).astype(np.uint32))
-        escaped = code[code >= ESCAPE]
-        steps.append(escaped.astype(np.uint32) - ESCAPE)
-        seen += np.bincount(control[-1] & ESCAPE, minlength=CODES)
-        seen[ESCAPE] -= len(escaped)
-        seen += np.bincount(np.minimum(escaped, CODES - 1), minlength=CODES)
-    planes = {"control": _join(control, np.uint8)} | {f"low{i}": _join(parts, np.uint8) for i, parts in enumerate(low)}
-    planes |= _split("gap", _join(gaps, np.uint32)) | _split("step", _join(steps, np.uint32))
+    packed = [_pack(span, change) for span, change in zip(spans, changes, strict=True) if len(change)]
+    planes = {"control": _join([part.control for part in packed], np.uint8)}
+    for i in range(4):
+        planes[f"low{i}"] = _join([part.low[i] for part in packed], np.uint8)
+    codes = _join([part.codes for part in packed], np.uint32)
+    planes |= _split("gap", _join([part.gaps for part in packed], np.uint32)) | _split("step", codes)
+    seen = np.bincount(planes["control"] & ESCAPE, minlength=CODES)
+    seen[ESCAPE] -= len(codes)
+    seen += np.bincount(np.minimum(codes, CODES - 1 - ESCAPE) + ESCAPE, minlength=CODES)
     return {name: compress(plane) for name, plane in planes.items() if len(plane)}, seen
 
 
@@ -85,25 +79,68 @@ def unpack(planes: dict[str, Bytes], spans: Sequence[Span], where: str) -> list[
     take = Planes(planes, where)
     control = take.plane("control", sum(span.count for span in spans))
     low = [take.plane(f"low{i}", sum(s.count for s in spans if s.low_bits > 8 * i)) for i in range(4)]
-    top, code = (control >> 4).astype(np.uint32), (control & ESCAPE).astype(np.uint32)
-    for numbers, name in ((top, "gap"), (code, "step")):
-        escaped = np.flatnonzero(numbers == ESCAPE)
-        more = take.numbers(name, len(escaped))
-        if len(more) and more.max() > 2**32 - 1 - ESCAPE:
-            raise Corrupt(f"a {name} of {more.max()} + {ESCAPE}", where=where)
-        numbers[escaped] += more
+    gaps = take.numbers("gap", int(np.count_nonzero(control >> 4 == ESCAPE)))
+    codes = take.numbers("step", int(np.count_nonzero(control & ESCAPE == ESCAPE)))
     changes: list[Changes] = []
-    at, at_low = 0, [0] * 4
+    at, at_low, at_gap, at_code = 0, [0] * 4, 0, 0
     for span in spans:
-        here = slice(at, at + span.count)
+        here = control[at : at + span.count]
         at += span.count
-        gap = top[here].astype(np.int64) << span.low_bits
-        for plane in range((span.low_bits + 7) // 8):
-            part = low[plane][at_low[plane] : at_low[plane] + span.count]
-            at_low[plane] += span.count
-            gap |= part.astype(np.int64) << (8 * plane)
-        changes.append(Changes(_positions(gap, span.size, where), _unzigzag(code[here], span.kind, where)))
+        parts: list[Bytes] = []
+        for i in range(4):
+            n = span.count if span.low_bits > 8 * i else 0
+            parts.append(low[i][at_low[i] : at_low[i] + n])
+            at_low[i] += n
+        n_gaps = int(np.count_nonzero(here >> 4 == ESCAPE))
+        n_codes = int(np.count_nonzero(here & ESCAPE == ESCAPE))
+        packed = Packed(here, parts, gaps[at_gap : at_gap + n_gaps], codes[at_code : at_code + n_codes])
+        at_gap, at_code = at_gap + n_gaps, at_code + n_codes
+        changes.append(_unpack(span, packed, where))
     return changes
+
+
+def _pack(span: Span, changes: Changes) -> Packed:
+    n, k = len(changes), span.low_bits
+    used = (k + 7) // 8
+    if kernels.worth(span.size):
+        control, low = np.empty(n, np.uint8), np.empty((4, n), np.uint8)
+        gaps, codes = np.empty(n, np.uint32), np.empty(n, np.uint32)
+        run = kernels.compiled(kernels.pack)
+        n_gaps, n_codes = run(changes.positions, changes.steps, span.kind.bits, k, control, low, gaps, codes)
+        return Packed(control, [low[i, : n * (i < used)] for i in range(4)], gaps[:n_gaps], codes[:n_codes])
+    gap = np.diff(changes.positions, prepend=-1) - 1
+    top, code = gap >> k, _zigzag(changes.steps, span.kind)
+    low_parts = [((gap >> (8 * i)) & ((1 << min(8, k - 8 * i)) - 1)).astype(np.uint8) for i in range(used)]
+    control = np.minimum(top, ESCAPE).astype(np.uint8) << 4 | np.minimum(code, ESCAPE).astype(np.uint8)
+    none = np.zeros(0, np.uint8)
+    escaped = (top[top >= ESCAPE] - ESCAPE).astype(np.uint32), code[code >= ESCAPE].astype(np.uint32) - ESCAPE
+    return Packed(control, low_parts + [none] * (4 - used), *escaped)
+
+
+def _unpack(span: Span, packed: Packed, where: str) -> Changes:
+    n, k = span.count, span.low_bits
+    if kernels.worth(span.size):
+        positions, steps, low = np.empty(n, np.int64), np.empty(n, span.kind.dtype), np.zeros((4, n), np.uint8)
+        for i in range((k + 7) // 8):
+            low[i] = packed.low[i]
+        run = kernels.compiled(kernels.unpack)
+        found, at = run(packed.control, low, packed.gaps, packed.codes, span.kind.bits, k, span.size, positions, steps)
+        if found < 0:
+            what = "an index is outside its {} elements" if found == -1 else "a step is outside its type's {} elements"
+            raise Corrupt(f"{what.format(span.size)} (change {at} of {n})", where=where)
+        return Changes(positions, steps)
+    gap, code = (packed.control >> 4).astype(np.int64), (packed.control & ESCAPE).astype(np.int64)
+    for numbers, more in ((gap, packed.gaps), (code, packed.codes)):
+        numbers[numbers == ESCAPE] += more
+    if n and gap.max() > span.size >> k:
+        raise Corrupt(f"an index is outside its {span.size} elements", where=where)
+    gap <<= k
+    for i in range((k + 7) // 8):
+        gap |= packed.low[i].astype(np.int64) << (8 * i)
+    positions = np.cumsum(gap + 1) - 1
+    if n and positions[-1] >= span.size:
+        raise Corrupt(f"index {positions[-1]} is outside its {span.size} elements", where=where)
+    return Changes(positions, _unzigzag(code, span.kind, where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +186,6 @@ def decompress(plane: Bytes, count: int, where: str) -> Bytes:
     return np.frombuffer(data, np.uint8)
 
 
-def _positions(gaps: Positions, size: int, where: str) -> Positions:
-    """Indices that rise strictly and lie below ``size``. Every gap is below 2^63 / size first, so that no sum wraps."""
-    if len(gaps) and (gaps.max() >= size or gaps.min() < 0):
-        raise Corrupt(f"a gap of {gaps.max()} in a piece of {size} elements", where=where)
-    gaps += 1
-    positions = np.cumsum(gaps, out=gaps)
-    positions -= 1
-    if len(positions) and positions[-1] >= size:
-        raise Corrupt(f"index {positions[-1]} is outside its {size} elements", where=where)
-    return positions
-
-
 def _zigzag(steps: Bits, kind: ElementType) -> Bits:
     width = 8 * steps.itemsize
     signed = (steps << (width - kind.bits)).view(steps.dtype.str.replace("u", "i")) >> (width - kind.bits)
@@ -168,11 +193,11 @@ def _zigzag(steps: Bits, kind: ElementType) -> Bits:
     return codes
 
 
-def _unzigzag(codes: UInt32, kind: ElementType, where: str) -> Bits:
+def _unzigzag(codes: Positions, kind: ElementType, where: str) -> Bits:
     if len(codes) and codes.max() >= 2**kind.bits - 1:
         raise Corrupt(f"a step's code is {codes.max()}, in elements of {kind.bits} bits", where=where)
     zigzag = codes + 1
-    steps = (zigzag >> 1) ^ np.negative(zigzag & 1)
+    steps = (zigzag >> 1) ^ -(zigzag & 1)
     bits: Bits = (steps & (2**kind.bits - 1)).astype(kind.dtype)
     return bits
 

@@ -1,0 +1,121 @@
+"""The loops of the codec, compiled where numba is installed (the extra ``fast``): one pass over memory instead of several.
+
+``changes.py`` and ``planes.py`` say what they compute and do it in numpy where numba is missing, and for small arrays, for
+which compiling is not worth it. Compiled code is kept on the disk for the next process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+WORTH_ITEMS = 1 << 20
+"""Arrays of fewer items are left to numpy."""
+
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+
+@cache
+def available() -> bool:
+    """Whether numba can be imported."""
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def worth(items: int) -> bool:
+    """Whether the loops over so many items should be compiled ones."""
+    return items >= WORTH_ITEMS and available()
+
+
+@cache
+def compiled(function: Kernel) -> Kernel:
+    """The function as machine code that runs without the interpreter's lock."""
+    import numba
+
+    kernel: Kernel = numba.njit(nogil=True, cache=True, boundscheck=False)(function)
+    return kernel
+
+
+def find(words_before, words_after, before, after, per_word, first, items, steps):  # type: ignore[no-untyped-def]
+    """Where items differ and by how much, for words of eight bytes; returns how many do.
+
+    ``items`` has room for one number more than there are items: a step is written before it is known to be one.
+    """
+    n = 0
+    for word in range(words_before.size):
+        if words_before[word] != words_after[word]:
+            for item in range(word * per_word, (word + 1) * per_word):
+                step = after[item] - before[item]
+                items[n] = first + item
+                steps[n] = step
+                n += step != 0
+    return n
+
+
+def add(array, positions, steps):  # type: ignore[no-untyped-def]
+    """``array[positions] += steps``, modulo its width."""
+    for i in range(positions.size):
+        array[positions[i]] += steps[i]
+
+
+def pack(positions, steps, bits, low_bits, control, low, gaps, codes):  # type: ignore[no-untyped-def]
+    """One piece's planes; ``low`` is [4, changes]. Returns how many gaps and codes did not fit in the control plane."""
+    escaped_gaps = escaped_codes = 0
+    before = -1
+    sign = 1 << (bits - 1)
+    mask = (1 << bits) - 1
+    for i in range(positions.size):
+        gap = positions[i] - before - 1
+        before = positions[i]
+        for plane in range(4):
+            width = low_bits - 8 * plane
+            if width > 0:
+                low[plane, i] = (gap >> (8 * plane)) & ((1 << min(8, width)) - 1)
+        top = gap >> low_bits
+        signed = ((int(steps[i]) ^ sign) & mask) - sign
+        code = (((signed << 1) ^ (signed >> 63)) & mask) - 1
+        if top >= 15:
+            gaps[escaped_gaps] = top - 15
+            escaped_gaps += 1
+            top = 15
+        if code >= 15:
+            codes[escaped_codes] = code - 15
+            escaped_codes += 1
+            code = 15
+        control[i] = top << 4 | code
+    return escaped_gaps, escaped_codes
+
+
+def unpack(control, low, gaps, codes, bits, low_bits, size, positions, steps):  # type: ignore[no-untyped-def]
+    """The way back: positions and steps; returns gaps and codes taken, or -1 where an index or a code is out of range."""
+    taken_gaps = taken_codes = 0
+    at = -1
+    limit = (1 << bits) - 1
+    for i in range(control.size):
+        top = int(control[i]) >> 4
+        code = int(control[i]) & 15
+        if top == 15:
+            top += gaps[taken_gaps]
+            taken_gaps += 1
+        if code == 15:
+            code += codes[taken_codes]
+            taken_codes += 1
+        if top > size >> low_bits:
+            return -1, i
+        gap = top << low_bits
+        for plane in range(4):
+            if low_bits > 8 * plane:
+                gap |= int(low[plane, i]) << (8 * plane)
+        at += gap + 1
+        if at >= size:
+            return -1, i
+        if code >= limit:
+            return -2, i
+        zigzag = code + 1
+        positions[i] = at
+        steps[i] = ((zigzag >> 1) ^ -(zigzag & 1)) & limit
+    return taken_gaps, taken_codes
