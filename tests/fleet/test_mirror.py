@@ -1,4 +1,4 @@
-"""The mirror: what it serves is right, each object is fetched once, the disk stays bounded, faults are said."""
+"""The mirror: what it serves is right, each object is fetched once, faults are said."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ import asyncio
 import hashlib
 import json
 import os
-import resource
 import signal
 import sys
-import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -23,84 +18,9 @@ from farflung.core.errors import BadInput
 from farflung.fleet import mirror as mirrors
 from farflung.fleet import wire
 from farflung.fleet.mirror import Mirror, MirrorOptions, serve
-from farflung.weights import FolderStore, StoreError, open_store
+from farflung.weights import StoreError, open_store
 from tests.fleet.kit import TOKEN, sever, until
-
-LIMIT = 1 << 20
-MIB = 1 << 20
-
-
-class Upstream(FolderStore):
-    """A folder as the store behind a mirror, that counts, waits and fails as a test says."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.asked: list[str] = []
-        self.open = threading.Event()
-        self.open.set()
-        self.down = False
-
-    def get(self, key: str, max_bytes: int) -> bytes:
-        self.asked.append(key)
-        assert self.open.wait(30)
-        if self.down:
-            raise StoreError("the network is down", where=key)
-        return super().get(key, max_bytes)
-
-    def add(self, data: bytes, run: str = "run") -> str:
-        key = f"{run}/objects/{hashlib.sha256(data).hexdigest()}"
-        self.put(key, data)
-        return key
-
-
-class Site:
-    """A mirror and a client of it."""
-
-    def __init__(self, upstream: Upstream, cache: Path, limit: int) -> None:
-        self.upstream = upstream
-        self.mirror = Mirror(upstream, cache, token=TOKEN, limit_bytes=limit)
-
-    async def start(self) -> None:
-        url = await self.mirror.start("127.0.0.1", 0)
-        self.http = aiohttp.ClientSession(url, headers=wire.bearer(TOKEN), timeout=aiohttp.ClientTimeout(total=30))
-
-    async def close(self) -> None:
-        self.upstream.open.set()
-        await self.http.close()
-        await self.mirror.close()
-
-    async def ask(self, key: str, method: str = "GET", **options: Any) -> tuple[int, bytes]:
-        async with self.http.request(method, f"/{key}", **options) as answer:
-            return answer.status, await answer.read()
-
-    async def get(self, key: str) -> bytes:
-        status, body = await self.ask(key)
-        assert status == 200, body
-        return body
-
-    async def refused(self, key: str, method: str = "GET", **options: Any) -> tuple[int, str]:
-        """The status and the kind of an error answer."""
-        status, body = await self.ask(key, method, **options)
-        answer = json.loads(body)
-        assert answer["error"]
-        return status, answer["kind"]
-
-    async def stats(self) -> dict[str, int]:
-        return dict(json.loads(await self.get("stats")))
-
-
-@asynccontextmanager
-async def site(path: Path, limit: int = LIMIT) -> AsyncIterator[Site]:
-    one = Site(Upstream(path / "store"), path / "cache", limit)
-    await one.start()
-    try:
-        yield one
-    finally:
-        await one.close()
-
-
-def cached(path: Path) -> list[str]:
-    return sorted(entry.name for entry in (path / "cache").iterdir() if not entry.name.startswith(".lock"))
+from tests.fleet.site import MIB, Upstream, cached, site
 
 
 async def test_an_object_is_fetched_once_and_kept(tmp_path: Path) -> None:
@@ -284,141 +204,12 @@ async def test_a_key_cannot_leave_the_store(tmp_path: Path) -> None:
         assert one.upstream.asked == []
 
 
-async def test_the_least_recently_used_objects_make_room(tmp_path: Path) -> None:
-    async with site(tmp_path, limit=1000) as one:
-        keys = [one.upstream.add(bytes([i]) * 300) for i in range(5)]
-        for key in (*keys[:3], keys[0], keys[3]):
-            await one.get(key)
-        assert cached(tmp_path) == sorted(keys[i].rsplit("/", 1)[1] for i in (0, 2, 3))
-        asked = len(one.upstream.asked)
-        for i in (0, 2, 3):
-            await one.get(keys[i])
-        assert len(one.upstream.asked) == asked
-        await one.get(keys[1])
-        assert len(one.upstream.asked) == asked + 1
-        stats = await one.stats()
-        assert (stats["cached_bytes"], stats["cached_objects"]) == (900, 3)
-
-
-async def test_an_object_larger_than_the_cache_is_refused(tmp_path: Path) -> None:
-    async with site(tmp_path, limit=1000) as one:
-        assert await one.refused(one.upstream.add(bytes(1001))) == (502, "corrupt")
-        assert len(await one.get(one.upstream.add(bytes(1000)))) == 1000
-
-
-async def test_what_is_being_sent_is_not_evicted(tmp_path: Path) -> None:
-    async with site(tmp_path, limit=40 * MIB) as one:
-        large, other = one.upstream.add(bytes(32 * MIB)), one.upstream.add(b"\1" * 20 * MIB)
-        await one.ask(large, "HEAD")
-        async with one.http.get(f"/{large}") as answer:
-            await answer.content.readexactly(1)
-            assert len(await one.get(other)) == 20 * MIB
-            assert cached(tmp_path) == [large.rsplit("/", 1)[1]]
-            assert (await one.stats())["uncached"] == 1
-            rest = await answer.read()
-            assert len(rest) == 32 * MIB - 1
-        assert len(await one.get(other)) == 20 * MIB
-        assert cached(tmp_path) == [other.rsplit("/", 1)[1]]
-
-
-async def test_a_client_that_stops_reading_frees_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirrors, "SEND_SECONDS", 0.3)
-    async with site(tmp_path, limit=40 * MIB) as one:
-        large, other = one.upstream.add(bytes(32 * MIB)), one.upstream.add(b"\1" * 20 * MIB)
-        await one.ask(large, "HEAD")
-        async with one.http.get(f"/{large}") as answer:
-            await answer.content.readexactly(1)
-            await asyncio.sleep(1.0)
-            await one.get(other)
-            assert cached(tmp_path) == [other.rsplit("/", 1)[1]]
-            with pytest.raises(aiohttp.ClientError):
-                await answer.read()
-
-
-async def test_a_restart_keeps_the_cache_and_hashes_it_again(tmp_path: Path) -> None:
-    async with site(tmp_path) as one:
-        good, bad, gone = (one.upstream.add(word * 100) for word in (b"good", b"bad!", b"gone"))
-        for key in (good, bad, gone):
-            await one.get(key)
-    where = tmp_path / "cache"
-    (where / bad.rsplit("/", 1)[1]).write_bytes(b"evil" * 100)
-    (where / ".part-0123").write_bytes(b"half")
-    (where / "notes.txt").write_bytes(b"someone's")
-    async with site(tmp_path) as one:
-        assert (await one.stats())["cached_objects"] == 3
-        (where / gone.rsplit("/", 1)[1]).unlink()
-        assert [await one.get(good) for _ in range(2)] == [b"good" * 100] * 2
-        assert one.upstream.asked == []
-        assert await one.get(bad) == b"bad!" * 100
-        assert await one.get(gone) == b"gone" * 100
-        assert one.upstream.asked == [bad, gone]
-        assert cached(tmp_path) == sorted([*(key.rsplit("/", 1)[1] for key in (good, bad, gone)), "notes.txt"])
-        stats = await one.stats()
-        assert (stats["hits"], stats["misses"], stats["cached_bytes"]) == (2, 2, 1200)
-
-
-async def test_a_restart_with_less_room_drops_what_was_used_least(tmp_path: Path) -> None:
-    async with site(tmp_path) as one:
-        keys = [one.upstream.add(bytes([i]) * 300) for i in range(3)]
-        for key in keys:
-            await one.get(key)
-        for i, key in enumerate((keys[1], keys[2], keys[0])):
-            os.utime(tmp_path / "cache" / key.rsplit("/", 1)[1], (1000 + i, 1000 + i))
-    async with site(tmp_path, limit=600):
-        assert cached(tmp_path) == sorted(keys[i].rsplit("/", 1)[1] for i in (0, 2))
-
-
-async def test_a_file_that_shrinks_or_goes_under_the_mirror_is_fetched_again(tmp_path: Path) -> None:
-    async with site(tmp_path, limit=8 * MIB) as one:
-        key = one.upstream.add(os.urandom(3 * MIB))
-        whole = await one.get(key)
-        file = tmp_path / "cache" / key.rsplit("/", 1)[1]
-        file.unlink()
-        assert await one.get(key) == whole
-        assert one.upstream.asked == [key, key]
-        os.truncate(file, 2 * MIB)
-        assert await one.get(key) == whole
-        assert one.upstream.asked == [key] * 3
-
-
-async def test_a_file_that_shrinks_while_it_is_sent_breaks_the_connection(tmp_path: Path) -> None:
-    async with site(tmp_path, limit=40 * MIB) as one:
-        data = os.urandom(32 * MIB)
-        key = one.upstream.add(data)
-        await one.ask(key, "HEAD")
-        async with one.http.get(f"/{key}") as answer:
-            await answer.content.readexactly(1)
-            os.truncate(tmp_path / "cache" / key.rsplit("/", 1)[1], 2 * MIB)
-            with pytest.raises(aiohttp.ClientError):
-                await answer.read()
-        assert await one.get(key) == data
-        assert one.upstream.asked == [key, key]
-
-
-async def test_a_full_disk_is_survived(tmp_path: Path) -> None:
-    """A limit on file size stops a write half way, as a full disk does."""
-    async with site(tmp_path) as one:
-        key = one.upstream.add(bytes(5000))
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-        try:
-            for _ in range(2):
-                assert await one.get(key) == bytes(5000)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        stats = await one.stats()
-        assert (stats["uncached"], stats["misses"], stats["cached_bytes"]) == (2, 2, 0)
-        assert cached(tmp_path) == []
-        assert await one.get(key) == bytes(5000)
-        assert (await one.stats())["cached_bytes"] == 5000
-
-
 async def test_a_mirror_of_a_mirror(tmp_path: Path) -> None:
     async with site(tmp_path) as near:
         key = near.upstream.add(b"data")
         near.upstream.swap_pointer("run/latest", None, b"1")
         near.upstream.asked.clear()
-        far = Mirror(open_store(near.mirror.url, token=TOKEN), tmp_path / "far", token=TOKEN, limit_bytes=LIMIT)
+        far = Mirror(open_store(near.mirror.url, token=TOKEN), tmp_path / "far", token=TOKEN, limit_bytes=MIB)
         client = open_store(await far.start("127.0.0.1", 0), token=TOKEN)
         try:
             for _ in range(2):
@@ -429,18 +220,6 @@ async def test_a_mirror_of_a_mirror(tmp_path: Path) -> None:
             assert near.upstream.read_pointer("run/leases/a") == b"here"
         finally:
             await far.close()
-
-
-async def test_a_cache_belongs_to_one_mirror(tmp_path: Path) -> None:
-    async with site(tmp_path):
-        with pytest.raises(BadInput, match="another mirror"):
-            Mirror(FolderStore(tmp_path), tmp_path / "cache", token=TOKEN, limit_bytes=1)
-    Mirror(FolderStore(tmp_path), tmp_path / "cache", token=TOKEN, limit_bytes=1)._cache.close()
-    with pytest.raises(BadInput, match="0 bytes"):
-        Mirror(FolderStore(tmp_path), tmp_path / "cache", token=TOKEN, limit_bytes=0)
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(BadInput, match="cannot use the cache"):
-        Mirror(FolderStore(tmp_path), tmp_path / "file", token=TOKEN, limit_bytes=1)
 
 
 PROGRAM = """
@@ -530,7 +309,7 @@ async def test_a_mirror_that_dies_and_comes_back_is_followed(tmp_path: Path) -> 
         reading = asyncio.create_task(asyncio.to_thread(client.get, key, 4))
         await asyncio.sleep(0.2)
         await one.mirror.close()
-        again = Mirror(one.upstream, tmp_path / "cache", token=TOKEN, limit_bytes=LIMIT)
+        again = Mirror(one.upstream, tmp_path / "cache", token=TOKEN, limit_bytes=MIB)
         try:
             await again.start("127.0.0.1", int(url.rsplit(":", 1)[1]))
             assert await reading == b"data"
