@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
@@ -170,7 +171,7 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_short_body_is_completed_or_an_error(store: ObjectStore, proxy: Front, fault: Fault) -> None:
     store.put("run/a", b"123456")
     proxy.fault = first(1, fault)
-    hasty = ObjectStore(store.url, deadlines=SHORT)
+    hasty = ObjectStore(store.url, deadlines=replace(FEW, stall_seconds=2.0))
     assert hasty.get("run/a", 6) == b"123456"
     proxy.fault = fault
     with pytest.raises(StoreError, match="cannot read"):

@@ -85,6 +85,12 @@ class HashCache:
             self.drop(digest)
             yield None
             return
+        if os.fstat(fd).st_size != entry.size:
+            log.warning("%s has another length in the cache", digest)
+            os.close(fd)
+            self.drop(digest)
+            yield None
+            return
         self._entries.move_to_end(digest)
         entry.users += 1
         try:

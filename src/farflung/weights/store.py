@@ -147,12 +147,13 @@ class FolderStore:
         path = self._path(key)
         try:
             with open(path, "rb") as file:
-                data = file.read(max_bytes + 1)
+                size = os.fstat(file.fileno()).st_size
+                data = file.read(size + 1) if size <= max_bytes else b""
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise Missing("there is no such object", where=str(path)) from None
         except OSError as error:
             raise StoreError(f"cannot read: {error.strerror}", where=str(path)) from error
-        if len(data) > max_bytes:
+        if max(size, len(data)) > max_bytes:
             raise Corrupt(f"the object is larger than the {max_bytes} bytes it should have", where=str(path))
         return data
 
