@@ -34,7 +34,7 @@ def decode(packed: Tensor) -> Tensor:
     return pairs.view(*packed.shape[:-1], packed.shape[-1] * 2)
 
 
-def decode_at(packed: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """What ``decode`` gives at [rows[i], columns[i]]. packed [m, n / 2] uint8; rows, columns [k] int64 -> [k] float32."""
-    codes = packed[rows, columns >> 1].int() >> (columns.int() & 1) * 4 & 15
+def decode_half(packed: Tensor, half: Tensor) -> Tensor:
+    """One code of each byte: packed [n] uint8, half [n], 0 for the low nibble and 1 for the high one -> [n] float32."""
+    codes = packed.int() >> half.int() * 4 & 15
     return VALUES.to(packed.device).index_select(0, codes)

@@ -72,18 +72,18 @@ class Quantised:
     def at(self, rows: Tensor, columns: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """What ``dequantise`` gives at [rows[i], columns[i]], bit for bit. rows, columns [n] int64 -> [n]."""
         if self.format == "bf16":
-            return self.codes[rows, columns].to(dtype)
+            return _pick(self.codes, rows, columns).to(dtype)
         assert self.scales is not None
         match self.format:
             case "fp8":
-                scales = self.scales[rows // FP8_BLOCK, columns // FP8_BLOCK]
-                return self.codes[rows, columns].float().mul_(scales).to(dtype)
+                scales = _pick(self.scales, rows // FP8_BLOCK, columns // FP8_BLOCK)
+                return _pick(self.codes, rows, columns).float().mul_(scales).to(dtype)
             case "mxfp4":
-                scales = torch.exp2(self.scales[rows, columns // MXFP4_BLOCK].float() - 127)
+                scales = torch.exp2(_pick(self.scales, rows, columns // MXFP4_BLOCK).float() - 127)
             case "nvfp4":
                 assert self.tensor_scale is not None
-                scales = self.scales[rows, columns // NVFP4_BLOCK].float() * self.tensor_scale
-        return e2m1.decode_at(self.codes, rows, columns).mul_(scales).to(dtype)
+                scales = _pick(self.scales, rows, columns // NVFP4_BLOCK).float() * self.tensor_scale
+        return e2m1.decode_half(_pick(self.codes, rows, columns // 2), columns % 2).mul_(scales).to(dtype)
 
     def _scale_blocks(self, scales: Tensor, block: int) -> Tensor:
         values = e2m1.decode(self.codes).view(self.rows, -1, block)
@@ -95,12 +95,26 @@ class Quantised:
         return sum(t.nbytes for t in (self.codes, self.scales, self.tensor_scale) if t is not None)
 
 
-def quantise(weight: Tensor, format: WeightFormat, *, name: str = "weight", like: Quantised | None = None) -> Quantised:
+def _pick(tensor: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """tensor[rows, columns], in a third of the time."""
+    flat = tensor.reshape(-1)
+    bits = flat.view(torch.uint8) if flat.dtype == E4M3 else flat
+    return bits.index_select(0, rows * tensor.shape[1] + columns).view(flat.dtype)
+
+
+def quantise(
+    weight: Tensor,
+    format: WeightFormat,
+    *,
+    name: str = "weight",
+    like: Quantised | None = None,
+    largest: float | None = None,
+) -> Quantised:
     """Codes and scales of a weight [out, in]. Raises BadInput when it is no matrix or holds NaN or infinity.
 
     like: the form that was published last. An fp8 block scale or an nvfp4 tensor scale s of it is used again while
     limit / 2 * s < amax <= limit * s, where limit is 448 or 448 * 6; the other scales are made anew, as are those of mxfp4,
-    which move by powers of two alone.
+    which move by powers of two alone. largest: of a matrix of which ``weight`` is some rows, its largest magnitude.
     """
     if weight.ndim != 2 or 0 in weight.shape:
         raise BadInput(f"{name} has shape {list(weight.shape)}; a matrix [out, in] is needed")
@@ -122,7 +136,7 @@ def quantise(weight: Tensor, format: WeightFormat, *, name: str = "weight", like
             codes, scales = _mxfp4(values, name)
             return Quantised(format, rows, columns, codes, scales)
         case "nvfp4":
-            codes, scales, tensor_scale = _nvfp4(values, name, None if like is None else like.tensor_scale)
+            codes, scales, tensor_scale = _nvfp4(values, name, None if like is None else like.tensor_scale, largest)
             return Quantised(format, rows, columns, codes, scales, tensor_scale)
 
 
@@ -169,9 +183,10 @@ def _mxfp4(values: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return e2m1.encode(scaled.flatten(-2)), (exponent + 127).to(torch.uint8)
 
 
-def _nvfp4(values: Tensor, name: str, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _nvfp4(values: Tensor, name: str, before: Tensor | None, largest: float | None) -> tuple[Tensor, Tensor, Tensor]:
     blocks, amax = _blocks(values, NVFP4_BLOCK, name)
-    tensor_scale = _scale(amax.amax(), E4M3_MAX * e2m1.MAX, before)
+    whole = amax.amax() if largest is None else torch.tensor(largest, device=amax.device)
+    tensor_scale = _scale(whole, E4M3_MAX * e2m1.MAX, before)
     # A tensor scale that is kept is at least amax / (448 * 6), so that no block scale is cut at 448 for it.
     scales = (amax / e2m1.MAX / tensor_scale).clamp_(E4M3_TINY, E4M3_MAX).to(E4M3)
     scaled = blocks / (scales.float() * tensor_scale).unsqueeze(-1)

@@ -93,9 +93,14 @@ def _differing(before: Bits, after: Bits) -> tuple[Positions, Bits]:
     old, new = before[:aligned].view(np.uint64), after[:aligned].view(np.uint64)
     look = _compiled if kernels.worth(len(before)) else _plain
     found = list(look(old, new, before.dtype, per_word))
-    tail = after[aligned:] - before[aligned:]
-    odd = np.flatnonzero(tail)
-    found.append((odd + aligned, tail[odd]))
+    if aligned < len(before):
+        tail = after[aligned:] - before[aligned:]
+        odd = np.flatnonzero(tail)
+        found.append((odd + aligned, tail[odd]))
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        return np.zeros(0, np.int64), np.zeros(0, before.dtype)
     return np.concatenate([items for items, _ in found]), np.concatenate([steps for _, steps in found])
 
 
@@ -112,9 +117,7 @@ def _plain(old: Words, new: Words, dtype: np.dtype[Any], per_word: int) -> Itera
 
 
 def _compiled(old: Words, new: Words, dtype: np.dtype[Any], per_word: int) -> Iterator[tuple[Positions, Bits]]:
-    find = kernels.compiled(kernels.find)
-    items, steps = np.empty(WORDS * per_word + 1, np.int64), np.empty(WORDS * per_word + 1, dtype)
-    for start in range(0, len(old), WORDS):
-        a, b = old[start : start + WORDS], new[start : start + WORDS]
-        n = find(a, b, a.view(dtype), b.view(dtype), per_word, start * per_word, items, steps)
-        yield items[:n].copy(), steps[:n].copy()
+    # Room for the worst case; memory that is not written to is never taken.
+    items, steps = np.empty(len(old) * per_word + 1, np.int64), np.empty(len(old) * per_word + 1, dtype)
+    n = kernels.finder(per_word)(old, new, old.view(dtype), new.view(dtype), items, steps)
+    yield items[:n], steps[:n]

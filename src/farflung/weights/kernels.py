@@ -40,20 +40,27 @@ def compiled(function: Kernel) -> Kernel:
     return kernel
 
 
-def find(words_before, words_after, before, after, per_word, first, items, steps):  # type: ignore[no-untyped-def]
-    """Where items differ and by how much, for words of eight bytes; returns how many do.
+@cache
+def finder(per_word: int) -> Callable[..., int]:
+    """Finds where items differ and by how much, ``per_word`` items to a word of eight bytes: a constant, as it unrolls a loop.
 
-    ``items`` has room for one number more than there are items: a step is written before it is known to be one.
+    ``items`` and ``steps`` have room for one more than there are items: a step is written before it is known to be one.
     """
-    n = 0
-    for word in range(words_before.size):
-        if words_before[word] != words_after[word]:
-            for item in range(word * per_word, (word + 1) * per_word):
-                step = after[item] - before[item]
-                items[n] = first + item
-                steps[n] = step
-                n += step != 0
-    return n
+
+    def find(words_before, words_after, before, after, items, steps):  # type: ignore[no-untyped-def]
+        n = 0
+        for word in range(words_before.size):
+            if words_before[word] != words_after[word]:
+                at = word * per_word
+                for item in range(per_word):
+                    step = after[at + item] - before[at + item]
+                    items[n] = at + item
+                    steps[n] = step
+                    n += step != 0
+        return n
+
+    kernel: Callable[..., int] = compiled(find)
+    return kernel
 
 
 def add(array, positions, steps):  # type: ignore[no-untyped-def]
@@ -62,22 +69,26 @@ def add(array, positions, steps):  # type: ignore[no-untyped-def]
         array[positions[i]] += steps[i]
 
 
-def pack(positions, steps, bits, low_bits, control, low, gaps, codes):  # type: ignore[no-untyped-def]
-    """One piece's planes; ``low`` is [4, changes]. Returns how many gaps and codes did not fit in the control plane."""
+def pack(positions, steps, bits, low_bits, control, low, gaps, codes, seen):  # type: ignore[no-untyped-def]
+    """One piece's planes; ``low`` is [4, changes]. Returns how many gaps and codes did not fit in the control plane.
+
+    ``seen`` counts the codes, the last of it all that are larger.
+    """
     escaped_gaps = escaped_codes = 0
     before = -1
-    sign = 1 << (bits - 1)
-    mask = (1 << bits) - 1
+    sign, mask = 1 << (bits - 1), (1 << bits) - 1
+    first, last = (1 << min(8, low_bits)) - 1, seen.size - 1
     for i in range(positions.size):
         gap = positions[i] - before - 1
         before = positions[i]
-        for plane in range(4):
-            width = low_bits - 8 * plane
-            if width > 0:
-                low[plane, i] = (gap >> (8 * plane)) & ((1 << min(8, width)) - 1)
+        low[0, i] = gap & first
+        if low_bits > 8:
+            for plane in range(1, (low_bits + 7) // 8):
+                low[plane, i] = (gap >> (8 * plane)) & ((1 << min(8, low_bits - 8 * plane)) - 1)
         top = gap >> low_bits
         signed = ((int(steps[i]) ^ sign) & mask) - sign
         code = (((signed << 1) ^ (signed >> 63)) & mask) - 1
+        seen[min(code, last)] += 1
         if top >= 15:
             gaps[escaped_gaps] = top - 15
             escaped_gaps += 1
@@ -91,10 +102,13 @@ def pack(positions, steps, bits, low_bits, control, low, gaps, codes):  # type: 
 
 
 def unpack(control, low, gaps, codes, bits, low_bits, size, positions, steps):  # type: ignore[no-untyped-def]
-    """The way back: positions and steps; returns gaps and codes taken, or -1 where an index or a code is out of range."""
+    """The way back: positions and steps; ``low`` is [4, changes] of what there is, else zeros.
+
+    Returns how many gaps and codes were taken, or -1 (an index) or -2 (a step) and which change is out of range.
+    """
     taken_gaps = taken_codes = 0
     at = -1
-    limit = (1 << bits) - 1
+    limit, most = (1 << bits) - 1, size >> low_bits
     for i in range(control.size):
         top = int(control[i]) >> 4
         code = int(control[i]) & 15
@@ -104,18 +118,14 @@ def unpack(control, low, gaps, codes, bits, low_bits, size, positions, steps):  
         if code == 15:
             code += codes[taken_codes]
             taken_codes += 1
-        if top > size >> low_bits:
-            return -1, i
-        gap = top << low_bits
-        for plane in range(4):
-            if low_bits > 8 * plane:
-                gap |= int(low[plane, i]) << (8 * plane)
+        gap = (top << low_bits) | int(low[0, i])
+        if low_bits > 8:
+            gap |= (int(low[1, i]) << 8) | (int(low[2, i]) << 16) | (int(low[3, i]) << 24)
         at += gap + 1
-        if at >= size:
+        if top > most or at >= size:
             return -1, i
         if code >= limit:
             return -2, i
-        zigzag = code + 1
         positions[i] = at
-        steps[i] = ((zigzag >> 1) ^ -(zigzag & 1)) & limit
+        steps[i] = (((code + 1) >> 1) ^ -((code + 1) & 1)) & limit
     return taken_gaps, taken_codes

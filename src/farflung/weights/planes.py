@@ -62,15 +62,13 @@ class Packed:
 
 def pack(spans: Sequence[Span], changes: Sequence[Changes]) -> tuple[dict[str, Bytes], npt.NDArray[np.int64]]:
     """Compressed planes, and how often each step's code came ([256], the last for all that are larger)."""
-    packed = [_pack(span, change) for span, change in zip(spans, changes, strict=True) if len(change)]
+    seen = np.zeros(CODES, np.int64)
+    packed = [_pack(span, change, seen) for span, change in zip(spans, changes, strict=True) if len(change)]
     planes = {"control": _join([part.control for part in packed], np.uint8)}
     for i in range(4):
         planes[f"low{i}"] = _join([part.low[i] for part in packed], np.uint8)
-    codes = _join([part.codes for part in packed], np.uint32)
-    planes |= _split("gap", _join([part.gaps for part in packed], np.uint32)) | _split("step", codes)
-    seen = np.bincount(planes["control"] & ESCAPE, minlength=CODES)
-    seen[ESCAPE] -= len(codes)
-    seen += np.bincount(np.minimum(codes, CODES - 1 - ESCAPE) + ESCAPE, minlength=CODES)
+    planes |= _split("gap", _join([part.gaps for part in packed], np.uint32))
+    planes |= _split("step", _join([part.codes for part in packed], np.uint32))
     return {name: compress(plane) for name, plane in planes.items() if len(plane)}, seen
 
 
@@ -99,17 +97,19 @@ def unpack(planes: dict[str, Bytes], spans: Sequence[Span], where: str) -> list[
     return changes
 
 
-def _pack(span: Span, changes: Changes) -> Packed:
+def _pack(span: Span, changes: Changes, seen: npt.NDArray[np.int64]) -> Packed:
+    """Planes of one piece; counts its codes in ``seen``."""
     n, k = len(changes), span.low_bits
     used = (k + 7) // 8
     if kernels.worth(span.size):
         control, low = np.empty(n, np.uint8), np.empty((4, n), np.uint8)
         gaps, codes = np.empty(n, np.uint32), np.empty(n, np.uint32)
         run = kernels.compiled(kernels.pack)
-        n_gaps, n_codes = run(changes.positions, changes.steps, span.kind.bits, k, control, low, gaps, codes)
+        n_gaps, n_codes = run(changes.positions, changes.steps, span.kind.bits, k, control, low, gaps, codes, seen)
         return Packed(control, [low[i, : n * (i < used)] for i in range(4)], gaps[:n_gaps], codes[:n_codes])
     gap = np.diff(changes.positions, prepend=-1) - 1
     top, code = gap >> k, _zigzag(changes.steps, span.kind)
+    seen += np.bincount(np.minimum(code, CODES - 1), minlength=CODES)
     low_parts = [((gap >> (8 * i)) & ((1 << min(8, k - 8 * i)) - 1)).astype(np.uint8) for i in range(used)]
     control = np.minimum(top, ESCAPE).astype(np.uint8) << 4 | np.minimum(code, ESCAPE).astype(np.uint8)
     none = np.zeros(0, np.uint8)

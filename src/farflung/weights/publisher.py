@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from farflung.core.errors import BadInput
+from farflung.core.errors import BadInput, InfraError
 from farflung.formats.selection import Selection
-from farflung.weights import delta
-from farflung.weights.delta import Change, Whole
 from farflung.weights.elements import digest
+from farflung.weights.encoding import Job, Work, encode_section
 from farflung.weights.history import History, Version
 from farflung.weights.manifest import (
     Manifest,
@@ -28,13 +27,16 @@ from farflung.weights.manifest import (
     pointer_key,
     strides,
 )
-from farflung.weights.schema import Schema, groups
+from farflung.weights.ranks import Alone, Ranks
+from farflung.weights.schema import Schema
 from farflung.weights.store import Conflict, Missing, Store
 from farflung.weights.streams import (
     Section,
     Shard,
     Snapshot,
     check_formats,
+    layout,
+    merge_layouts,
     schema_of,
     sections,
     split,
@@ -44,6 +46,9 @@ from farflung.weights.subscriber import THREADS, Subscriber
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,24 +91,14 @@ class _Base:
     hashes: Mapping[str, list[bytes]]
 
 
-@dataclass
-class _Work:
-    """What a section came to: hashes of all its pieces, objects, and what changed."""
-
-    hashes: list[bytes]
-    parts: list[Part] = field(default_factory=list)
-    anchor: list[Part] = field(default_factory=list)
-    changed: int = 0
-    bound: float = 0.0
-
-
 class Publisher:
     """Publishes one run's weights (Hugging Face names, floating point) as BF16 and in further formats. Not for several threads.
 
     Make the trainer's own state durable before it publishes: then a trainer that is killed at any moment has either
     published the version it resumes with, or can publish it again, bit for bit. Whole copies are stored with version 0
     and every ``anchor_every`` versions. ``formats``: see ``streams.FORMATS``; ``exclude``: glob patterns of matrices that
-    are not quantised; ``key`` signs every manifest.
+    are not quantised; ``key`` signs every manifest. With ``ranks`` several processes publish together, each the tensors
+    and shards that it holds; they make the same calls, and no weights travel between them.
     """
 
     def __init__(
@@ -116,6 +111,7 @@ class Publisher:
         anchor_every: int = 50,
         key: bytes | None = None,
         threads: int = THREADS,
+        ranks: Ranks | None = None,
     ) -> None:
         if anchor_every < 1:
             raise BadInput(f"anchor_every is {anchor_every}; at least 1 is needed")
@@ -128,6 +124,7 @@ class Publisher:
         self._selection = Selection(tuple(exclude))
         self._anchor_every = anchor_every
         self._threads = threads
+        self._ranks: Ranks = ranks or Alone()
         self._base: _Base | None = None
         self._stored = 0.0
 
@@ -178,7 +175,7 @@ class Publisher:
             raise BadInput(what, where=f"run {self._run}", mend=mend or f"publish version {newest + 1}")
         snapshot = weights if isinstance(weights, Snapshot) else self.snapshot(weights)
         before = {} if self._base is None else self._base.sections
-        made = sections(snapshot, self.formats, self._selection, before)
+        made = sections(snapshot, self.formats, self._selection, before, self._ranks)
         cast = time.monotonic()
         if version == newest:
             return self._repeat(made, snapshot.tied, began, cast)
@@ -199,24 +196,23 @@ class Publisher:
     ) -> Published:
         """Objects, then the manifest, then the pointer by compare-and-swap; only then is it the baseline."""
         base, self._stored = self._base, 0.0
+        schemas = {format: self._schema(made, format, tied) for format in self.formats}
         streams: dict[str, Stream] = {}
-        done: dict[tuple[str, bool, bool], _Work] = {}
+        done: dict[tuple[str, bool, bool], Work] = {}
         bounds: dict[str, float] = {}
-        for format in self.formats:
-            names = stream_sections(format)
-            schema = schema_of([made[name] for name in names], tied)
+        for format, schema in schemas.items():
             same = self._follows(format, schema)
             whole = not same or version % self._anchor_every == 0
             at, work = 0, []
-            for name in names:
+            for name in stream_sections(format):
                 # Sections begin with the shared one, so its pieces have the same numbers and its objects serve all formats.
                 if (known := done.get((name, same, whole))) is None:
                     known = done[name, same, whole] = self._encode(made[name], name, schema, at, same, whole)
                 work.append(known)
-                at += len(made[name].pieces)
+                at += len(known.hashes)
             root = schema.root([hash for one in work for hash in one.hashes])
             streams[format] = Stream(
-                schema=self._put(schema.encode()),
+                schema=name_part(schema.encode()),
                 before=base.version.stream(format).root if same and base is not None else None,
                 root=root,
                 changed=sum(one.changed for one in work) if same else 0,
@@ -228,13 +224,46 @@ class Publisher:
         manifest = Manifest(self._run, version, self._ancestors(version), self._anchored(), streams)
         raw = self._seal.sign(manifest.encode())
         ref = Ref(version, hashlib.sha256(raw).hexdigest())
-        encoded = time.monotonic()
-        self._store.put(manifest_key(self._run, ref), raw)
-        repeated = self._swap(ref)
-        self._stored += time.monotonic() - encoded
+        repeated = self._together(lambda: self._reveal(ref, raw, schemas) if self._ranks.rank == 0 else False)[0]
         self._history.know(Version(ref, manifest))
         self._base = _Base(Version(ref, manifest), tied, made, {name: work.hashes for (name, *_), work in done.items()})
         return self._published(bounds, began, cast, repeated=repeated)
+
+    def _reveal(self, ref: Ref, raw: bytes, schemas: Mapping[str, Schema]) -> bool:
+        """Make the version visible, its bytes first. True if it was already: see ``_swap``."""
+        for schema in schemas.values():
+            self._put(schema.encode())
+        began = time.monotonic()
+        self._store.put(manifest_key(self._run, ref), raw)
+        repeated = self._swap(ref)
+        self._stored += time.monotonic() - began
+        return repeated
+
+    def _schema(self, made: Mapping[str, Section], format: str, tied: Mapping[str, str]) -> Schema:
+        """The stream's schema: section by section the pieces of every rank, in the order of ranks."""
+        names = stream_sections(format)
+        if self._ranks.size == 1:
+            return schema_of([made[name] for name in names], tied)
+        mine = [[layout(made[name]), dict(tied)] for name in names]
+        return merge_layouts([json.loads(raw) for raw in self._ranks.gather(json.dumps(mine).encode())])
+
+    def _together(self, work: Callable[[], T]) -> list[T]:
+        """Every rank's result, which is plain JSON data. What one rank meets, all raise, so that none waits for it."""
+        problem: Exception | None = None
+        answer: dict[str, Any] = {}
+        try:
+            answer = {"result": work()}
+        except Exception as error:
+            if self._ranks.size == 1:
+                raise
+            problem, answer = error, {"error": f"{type(error).__name__}: {error}"}
+        found = [json.loads(raw) for raw in self._ranks.gather(json.dumps(answer).encode())]
+        if problem is not None:
+            raise problem
+        for rank, other in enumerate(found):
+            if "error" in other:
+                raise InfraError(f"rank {rank} could not publish: {other['error']}", where=f"run {self._run}")
+        return [other["result"] for other in found]
 
     def _follows(self, format: str, schema: Schema) -> bool:
         """Whether the last version has the format under the same schema, so that there can be a delta."""
@@ -243,49 +272,18 @@ class Publisher:
             return False
         return base.version.manifest.streams[format].schema == name_part(schema.encode())
 
-    def _encode(self, section: Section, name: str, schema: Schema, at: int, follows: bool, whole: bool) -> _Work:
-        """A section's objects; its pieces are those of the schema from number ``at`` on."""
-        base, numbers = self._base, range(at, at + len(section.pieces))
-        before, hashes = None, [b""] * len(numbers)
-        if follows and base is not None:
-            before, hashes = base.sections[name], list(base.hashes[name])
-        work = _Work(hashes)
-        with ThreadPoolExecutor(self._threads) as pool:
-            jobs = [(group, schema, section, before) for group in groups(schema, numbers)]
-            if before is not None:
-                for changes, part, changed, bound in pool.map(lambda job: self._delta(*job), jobs):
-                    for change in changes:
-                        work.hashes[change.piece - at] = change.after
-                    if part is not None:
-                        work.parts.append(part)
-                    work.changed += changed
-                    work.bound += bound
-            else:
-                pieces = (schema.pieces[number] for number in numbers)
-                work.hashes = list(pool.map(lambda piece: digest(section.bits(piece)), pieces))
-            if whole:
-                known = {number: work.hashes[number - at] for number in numbers}
-                work.anchor = list(pool.map(lambda job: self._whole(job[0], schema, section, known), jobs))
-        return work
-
-    def _delta(
-        self, group: Sequence[int], schema: Schema, section: Section, before: Section
-    ) -> tuple[list[Change], Part | None, int, float]:
-        """Compare some pieces with the last version's and store what changed as one object."""
-        changes: list[Change] = []
-        for number in group:
-            piece = schema.pieces[number]
-            change = delta.compare(number, piece, before.bits(piece), section.bits(piece))
-            if change is not None:
-                changes.append(change)
-        if not changes:
-            return [], None, 0, 0.0
-        encoded = delta.encode(changes, schema)
-        return changes, self._put(encoded.raw), encoded.changed, encoded.bound
-
-    def _whole(self, group: Sequence[int], schema: Schema, section: Section, hashes: Mapping[int, bytes]) -> Part:
-        changes = [Change(n, hashes[n], Whole(section.bits(schema.pieces[n]))) for n in group]
-        return self._put(delta.encode(changes, schema).raw)
+    def _encode(self, section: Section, name: str, schema: Schema, at: int, follows: bool, whole: bool) -> Work:
+        """A section's objects; its pieces, every rank's, are those of the schema from number ``at`` on."""
+        mine = len(section.pieces)
+        counts = self._together(lambda: mine)
+        first = at + sum(counts[: self._ranks.rank])
+        numbers = range(first, first + mine)
+        before, hashes = None, None
+        if follows and self._base is not None:
+            before = self._base.sections[name]
+            hashes = self._base.hashes[name][first - at : first - at + mine]
+        job = Job(section, before, hashes, schema, numbers, whole=whole)
+        return Work.of(self._together(lambda: encode_section(job, self._put, self._threads).data()))
 
     def _put(self, raw: bytes) -> Part:
         began = time.monotonic()
@@ -336,9 +334,10 @@ class Publisher:
         assert self._base is not None
         version = self._base.version
         for format in self.formats:
-            parts = [made[name] for name in stream_sections(format)]
-            schema = schema_of(parts, tied)
-            hashes = [digest(part.bits(piece)) for part in parts for piece in part.pieces]
+            schema = self._schema(made, format, tied)
+            hashes: list[bytes] = []
+            for name in stream_sections(format):
+                hashes += self._hashes(made[name])
             if format in version.manifest.streams and schema.root(hashes) == version.manifest.streams[format].root:
                 continue
             known = [hash for name in stream_sections(format) for hash in self._base.hashes.get(name, [])]
@@ -349,6 +348,11 @@ class Publisher:
                 mend="a version never changes: was it another publisher, or a trainer resumed from an older state?",
             )
         return self._published({}, began, cast, repeated=True)
+
+    def _hashes(self, section: Section) -> list[bytes]:
+        """Of a section's pieces, every rank's."""
+        found = self._together(lambda: [digest(section.bits(piece)).hex() for piece in section.pieces])
+        return [bytes.fromhex(hash) for one in found for hash in one]
 
     def _published(self, bounds: Mapping[str, float], began: float, cast: float, *, repeated: bool) -> Published:
         assert self._base is not None

@@ -7,15 +7,17 @@ BF16, or their codes and scales. ``native`` is a stream of tensors as they are, 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from farflung.core.errors import BadInput
 from farflung.core.sampling import WeightFormat
 from farflung.formats.selection import Selection
 from farflung.weights.elements import ELEMENT_TYPES, Bits, element_type, from_bits, to_bits
+from farflung.weights.ranks import Ranks
 from farflung.weights.schema import Piece, Schema, TensorType, cut
 
 if TYPE_CHECKING:
@@ -37,6 +39,37 @@ class Shard:
     rows: Tensor
     start: int
     shape: tuple[int, ...]
+
+    @staticmethod
+    def of(name: str, tensor: Tensor) -> Shard | None:
+        """What this rank publishes of a tensor, or of a DTensor cut along its rows; None where another rank does.
+
+        Raises BadInput for a DTensor that is cut otherwise.
+        """
+        import torch.distributed as dist
+
+        if not dist.is_available() or not dist.is_initialized():
+            return Shard(tensor, 0, tuple(tensor.shape))
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(tensor, DTensor):
+            return Shard(tensor, 0, tuple(tensor.shape))
+        mesh, rows = tensor.device_mesh, tensor.shape[0] if tensor.ndim else 1
+        start, whole = 0, True
+        for dim, placement in enumerate(tensor.placements):
+            if placement.is_replicate():
+                if mesh.get_local_rank(dim):
+                    return None
+            elif placement.is_shard(0) and whole:
+                chunk = -(-rows // mesh.size(dim))
+                start, whole = min(rows, chunk * mesh.get_local_rank(dim)), False
+            else:
+                what = f"it is cut as {', '.join(map(str, tensor.placements))}"
+                raise BadInput(
+                    what, where=f"tensor {name}", mend="shard along rows (dimension 0), over one mesh dimension"
+                )
+        local = tensor.to_local()
+        return Shard(local, start, tuple(tensor.shape)) if local.numel() or not tensor.numel() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +105,10 @@ class Snapshot:
         tied: dict[str, str] = {}
         first: dict[tuple[object, ...], str] = {}
         for name, given in weights.items():
-            tensor, start, shape = (
-                (given.rows, given.start, given.shape) if isinstance(given, Shard) else (given, 0, tuple(given.shape))
-            )
+            shard = given if isinstance(given, Shard) else Shard.of(name, given)
+            if shard is None:
+                continue
+            tensor, start, shape = shard.rows, shard.start, shard.shape
             memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             owner = first.setdefault(memory, name) if tensor.numel() else name
             if owner != name:
@@ -101,7 +135,7 @@ class Section:
 
 
 def sections(
-    snapshot: Snapshot, formats: Sequence[str], selection: Selection, before: Mapping[str, Section]
+    snapshot: Snapshot, formats: Sequence[str], selection: Selection, before: Mapping[str, Section], ranks: Ranks
 ) -> dict[str, Section]:
     """The snapshot in every format. ``before``: the last version's sections, whose scales are kept where they still fit."""
     if NATIVE in formats:
@@ -114,9 +148,10 @@ def sections(
             found[format] = Section(matrices)
             continue
         like = before[format].runs if format in before else {}
+        matrix = _matrix_scales(matrices, like, ranks) if format == "nvfp4" and ranks.size > 1 else {}
         runs: dict[str, Run] = {}
         for name, run in matrices.items():
-            runs |= _quantised(name, run, format, like)
+            runs |= _quantised(name, run, format, like, matrix.get(name))
         found[format] = Section(runs)
     return found
 
@@ -145,29 +180,84 @@ def _copy(tensor: Tensor, shape: tuple[int, ...], start: int, native: bool, wher
     return Run(TensorType(kind, shape), start, to_bits(copied, kind))
 
 
-def _quantised(name: str, run: Run, format: str, like: Mapping[str, Run]) -> dict[str, Run]:
-    """A matrix's codes and scales as tensors, by their names in a checkpoint."""
+@dataclass(frozen=True, slots=True)
+class _MatrixScale:
+    """Of a matrix that several ranks hold: its largest magnitude, and the scale that it had in the last version."""
+
+    largest: float
+    before: float | None
+
+
+def _matrix_scales(matrices: Mapping[str, Run], like: Mapping[str, Run], ranks: Ranks) -> dict[str, _MatrixScale]:
+    """What NVFP4 needs to know of whole matrices; every rank calls it."""
+    mine: dict[str, tuple[float, float | None]] = {}
+    for name, run in matrices.items():
+        values = from_bits(run.bits, BF16, (run.size,))
+        held = like.get(f"{name}_scale_2")
+        scale = None if held is None else float(from_bits(held.bits, held.type.kind, ()))
+        mine[name] = (float(values.abs().amax()) if run.size else 0.0, scale)
+    found: dict[str, _MatrixScale] = {}
+    for raw in ranks.gather(json.dumps(mine).encode()):
+        for name, (largest, scale) in json.loads(raw).items():
+            other = found.get(name, _MatrixScale(0.0, None))
+            known = other.before if scale is None else scale
+            found[name] = _MatrixScale(max(largest, other.largest), known)
+    return found
+
+
+def _quantised(
+    name: str, run: Run, format: str, like: Mapping[str, Run], matrix: _MatrixScale | None
+) -> dict[str, Run]:
+    """The codes and scales of a matrix, or of the rows of it that this rank holds, by their names in a checkpoint."""
+    import torch
+
     from farflung.formats.checkpoint import from_tensors, to_tensors
-    from farflung.formats.weights import quantise
+    from farflung.formats.weights import FP8_BLOCK, quantise
 
     rows, columns = run.type.shape
-    if run.size != rows * columns:
+    first, last = run.start // columns, (run.start + run.size) // columns
+    if format == "fp8" and (first % FP8_BLOCK or (last % FP8_BLOCK and last < rows)):
+        what = f"rows {first} to {last} of {rows} do not end where blocks of {FP8_BLOCK} do"
         raise BadInput(
-            f"{format} cannot be made of a part of it", where=f"tensor {name}", mend="publish bf16 from shards"
+            what, where=f"tensor {name}", mend=f"shard it at multiples of {FP8_BLOCK} rows, or leave fp8 out"
         )
+
+    def height(key: str) -> int:
+        """Rows of the matrix that a row of one of its tensors is for."""
+        return FP8_BLOCK if key.endswith("_scale_inv") else 1
+
     chosen = next(f for f in get_args(WeightFormat) if f == format)
-    last = None
+    last_form = None
     if name in like:
-        parts = {name + suffix: like[name + suffix] for suffix in SUFFIXES if name + suffix in like}
-        held = {key: from_bits(part.bits, part.type.kind, part.type.shape) for key, part in parts.items()}
-        last = from_tensors(held, name, chosen, rows, columns)
-    tensors = to_tensors(name, quantise(from_bits(run.bits, BF16, (rows, columns)), chosen, name=name, like=last))
+        keys = [name + suffix for suffix in SUFFIXES if name + suffix in like]
+        held = {key: _rows(like[key], first // height(key), -(-last // height(key))) for key in keys}
+        if matrix is not None and matrix.before is not None:
+            held[f"{name}_scale_2"] = torch.tensor(matrix.before, dtype=torch.float32)
+        last_form = from_tensors(held, name, chosen, last - first, columns)
+    weight = from_bits(run.bits, BF16, (last - first, columns))
+    largest = None if matrix is None else matrix.largest
     found: dict[str, Run] = {}
-    for key, tensor in tensors.items():
+    for key, tensor in to_tensors(name, quantise(weight, chosen, name=name, like=last_form, largest=largest)).items():
         packed = key == name and format in ("mxfp4", "nvfp4")
         kind = element_type(tensor, where=f"tensor {key}", packed=packed)
-        found[key] = Run(TensorType(kind, tuple(tensor.shape)), 0, to_bits(tensor, kind))
+        if not tensor.ndim:
+            if not first:  # a matrix's own scale is published by the rank that has its first row
+                found[key] = Run(TensorType(kind, ()), 0, to_bits(tensor, kind))
+            continue
+        shape = (-(-rows // height(key)), *tensor.shape[1:])
+        start = first // height(key) * math.prod(shape[1:]) * kind.per_item
+        found[key] = Run(TensorType(kind, shape), start, to_bits(tensor, kind))
     return found
+
+
+def _rows(run: Run, first: int, last: int) -> Tensor:
+    """Rows ``first`` to ``last`` of a run that holds them; a scale of a whole matrix has no rows."""
+    shape = run.type.shape
+    if not shape:
+        return from_bits(run.bits, run.type.kind, ())
+    row, offset = math.prod(shape[1:]), run.start // run.type.kind.per_item
+    part = run.bits[first * row - offset : last * row - offset]
+    return from_bits(part, run.type.kind, (last - first, *shape[1:]))
 
 
 def schema_of(parts: Sequence[Section], tied: Mapping[str, str]) -> Schema:
@@ -185,3 +275,33 @@ def split(image: Image, format: str, selection: Selection) -> dict[str, Section]
         shared = format != NATIVE and (weight is None or weight not in types or len(types[weight].shape) != 2)
         runs[SHARED if shared else format][name] = Run(type, 0, image.arrays[name])
     return {name: Section(found) for name, found in runs.items()}
+
+
+def layout(section: Section) -> list[Any]:
+    """What another rank must know of this one's section, as plain data."""
+    return [[name, run.type.kind.name, list(run.type.shape), run.start, run.size] for name, run in section.runs.items()]
+
+
+def merge_layouts(ranks: Sequence[Sequence[tuple[Sequence[Any], Mapping[str, str]]]]) -> Schema:
+    """The schema of a stream of which every rank holds a part. ``ranks``: by rank, by section, (layout, tied).
+
+    Raises BadInput when the parts do not cover each tensor once, in the order of ranks.
+    """
+    types: dict[str, TensorType] = {}
+    covered: dict[str, int] = {}
+    pieces: list[Piece] = []
+    tied: dict[str, str] = {}
+    for section in range(len(ranks[0])):
+        for rank, parts in enumerate(ranks):
+            tied |= parts[section][1]
+            for name, kind, shape, start, size in parts[section][0]:
+                type = types.setdefault(name, TensorType(ELEMENT_TYPES[kind], tuple(shape)))
+                if type != TensorType(ELEMENT_TYPES[kind], tuple(shape)) or start != covered.get(name, 0):
+                    what = f"rank {rank} holds elements from {start} on, but the ranks before it end at {covered.get(name, 0)}"
+                    raise BadInput(what, where=f"tensor {name}", mend="shard by rows, in the order of ranks")
+                covered[name] = start + size
+                pieces += cut(name, type, start, size)
+    for name, type in types.items():
+        if covered[name] != type.size:
+            raise BadInput(f"the ranks hold {covered[name]} of its {type.size} elements", where=f"tensor {name}")
+    return Schema(types, tuple(pieces), tied)
