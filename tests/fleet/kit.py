@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from farflung.fleet import wire
 from farflung.fleet.reconcile import Reconciler
 from farflung.fleet.replica import Replica
 from farflung.fleet.router import RouterServer
+from farflung.weights.subscriber import Update
 
 TOKEN = "a-token-for-tests"
 QUIET = RouterConfig(turn_seconds=30.0, retry_seconds=30.0, heartbeat_seconds=0.5)
@@ -53,11 +54,11 @@ class Weights:
             raise InfraError("the store is down")
         return self.pointer
 
-    def fetch(self, version: int) -> Mapping[str, Any]:
+    def fetch(self, version: int) -> Update:
         self.fetched.append(version)
         if version in self.bad:
             raise self.bad[version]
-        return {}
+        return Update(version, {}, None)
 
 
 class Fleet:

@@ -16,6 +16,7 @@ from farflung.core.metrics import TokenStats, UpdateMetrics
 from farflung.core.sampling import Source
 from farflung.core.supports import Supports
 from farflung.run.ledger import Ledger
+from farflung.weights.publisher import Published, PublishedStream
 
 UPDATES = 20
 KL = {"nvfp4": 0.21, "fp8": 0.017, "bf16": 0.0011}
@@ -29,6 +30,12 @@ LOOK = "cat -n numbers/core.py"
 SEEN = "     1\tdef count_even(xs):\n     2\t    return sum(1 for x in xs if x % 2 == 1)  # naïve ✓\n"
 EDIT = "sed -i '2s/== 1/== 0/' numbers/core.py"
 PATCH = "--- a/numbers/core.py\n+++ b/numbers/core.py\n@@ -1,2 +1,2 @@\n def count_even(xs):\n-    return 1\n+    return 0\n"
+
+
+def published(version: int, size: int, changed: int) -> Published:
+    """A version of a million values in BF16 and NVFP4."""
+    quantised = PublishedStream(changed // 100, 1_000_000, size // 100, 0, 0.009 * size)
+    return Published(version, {"bf16": PublishedStream(changed, 1_000_000, size, 0, 0.95 * size), "nvfp4": quantised})
 
 
 def tokenizer() -> Tokenizer:
@@ -117,7 +124,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "recipe.json").write_text(json.dumps({"recipe": dump_recipe(recipe), "model": str(model), "run_id": "x"}))
     ledger = Ledger(folder)
-    ledger.add_base_version({"bytes": 2_010_000, "changed": 1_000_000, "total": 1_000_000})
+    ledger.add_base_version(published(0, 0, 0))
     solved = [(LOOK, SEEN), (EDIT, "(no output)"), ("submit", "")]
     failed = [(LOOK, SEEN), ("submit", "")]
     for group in range(UPDATES):
@@ -132,7 +139,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ledger.add_episode(one, one.encode())
         ledger.group_ready(group, group)
         ledger.take_batch(group + 1, [group])
-        ledger.commit_update(metrics(group + 1), {"bytes": 41_000 + 900 * group, "changed": 31_000, "total": 1_000_000})
+        ledger.commit_update(metrics(group + 1), published(group + 1, 41_000 + 900 * group, 31_000))
     ledger.add_drop(3, 1, 0, DropCause.SANDBOX, "bwrap did not start within 20 s", retried=True)
     ledger.add_drop(7, 1, 2, DropCause.SAMPLER, "no replica answered for 120 s", retried=False)
     for step in range(100):

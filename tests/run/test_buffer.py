@@ -16,6 +16,9 @@ from farflung.core.errors import BadInput
 from farflung.core.metrics import TokenStats, UpdateMetrics
 from farflung.run.buffer import Buffer, Ticket
 from farflung.run.ledger import Ledger
+from farflung.weights.publisher import Published, PublishedStream
+
+PUBLISHED = Published(1, {"bf16": PublishedStream(5, 100, 7, 0, 6.5)})
 
 TASKS = ["t0", "t1", "t2"]
 
@@ -26,7 +29,7 @@ def finish(buffer: Buffer, ticket: Ticket, version: int = 0) -> bool:
 
 
 def commit(ledger: Ledger, update: int) -> None:
-    ledger.commit_update(UpdateMetrics(update, TokenStats()), {})
+    ledger.commit_update(UpdateMetrics(update, TokenStats()), PUBLISHED)
 
 
 def test_room_is_bounded_and_every_pass_is_a_new_order(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from farflung.run import coordinator as module
 from farflung.run.buffer import Buffer
 from farflung.run.coordinator import Coordinator, decode_batch
 from farflung.run.ledger import Ledger
+from farflung.weights.publisher import Published, PublishedStream
+
+PUBLISHED = Published(1, {"bf16": PublishedStream(5, 100, 7, 0, 6.5)}, seconds=0.5)
 
 TOKEN = "a-long-random-word"
 
@@ -72,7 +76,7 @@ async def test_tickets_episodes_batches_updates(served: Served) -> None:
     raw = await waiting
     assert [[e.index for e in group] for group in decode_batch(raw)] == [[0, 1]]
     assert (await served.post("/v1/batches", {"update": 1}))[1] == raw
-    report = {"metrics": UpdateMetrics(1, TokenStats()).to_dict(), "published": {"bytes": 5}}
+    report = {"metrics": UpdateMetrics(1, TokenStats()).to_dict(), "published": asdict(PUBLISHED)}
     assert await served.post("/v1/updates", report) == (200, b'{"recorded": true}')
     assert await served.post("/v1/updates", report) == (200, b'{"recorded": false}')
     assert served.coordinator.status()["update"] == 1
@@ -135,6 +139,8 @@ async def test_no_token_no_answer(served: Served) -> None:
         ("/v1/updates", {"metrics": 3, "published": {}}, "not an update"),
         ("/v1/updates", {"metrics": {"update": 1, "all": 3}, "published": {}}, "not an update"),
         ("/v1/updates", {"metrics": None, "published": 3}, "not an update"),
+        ("/v1/updates", {"metrics": None, "published": {"version": 0, "streams": {}}}, "not an update"),
+        ("/v1/updates", {"metrics": None, "published": asdict(PUBLISHED) | {"streams": {"bf16": 3}}}, "not an update"),
         ("/v1/episodes", {}, "not a frame"),
     ],
 )

@@ -9,6 +9,9 @@ from farflung.core.episode import DropCause, Episode
 from farflung.core.errors import Corrupt, FarflungError
 from farflung.core.metrics import TokenStats, UpdateMetrics
 from farflung.run.ledger import Ledger
+from farflung.weights.publisher import Published, PublishedStream
+
+PUBLISHED = Published(1, {"bf16": PublishedStream(5, 100, 7, 0, 6.5), "fp8": PublishedStream(1, 100, 2, 0, 1.5)})
 
 
 def metrics(update: int) -> UpdateMetrics:
@@ -43,10 +46,10 @@ def test_a_damaged_episode_file_is_named(tmp_path: Path) -> None:
 
 def test_updates_come_in_turn_and_once(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
-    assert ledger.commit_update(metrics(1), {"bytes": 10})
-    assert not ledger.commit_update(metrics(1), {"bytes": 10})
+    assert ledger.commit_update(metrics(1), PUBLISHED)
+    assert not ledger.commit_update(metrics(1), PUBLISHED)
     with pytest.raises(FarflungError, match="reported after 1"):
-        ledger.commit_update(metrics(3), {})
+        ledger.commit_update(metrics(3), PUBLISHED)
     assert ledger.updates() == [metrics(1)]
 
 

@@ -18,6 +18,7 @@ from farflung.run.ledger import Ledger
 from farflung.run.preflight import Checked
 from farflung.run.train import Outcome
 from farflung.run.workspace import Workspace
+from farflung.weights.publisher import Published, PublishedStream
 
 PROMISED = {
     "pass1_before", "pass1_after", "pass4_before", "pass4_after", "wall_s", "peak_rss_bytes", "updates", "episodes",
@@ -40,7 +41,9 @@ def test_the_result_is_what_the_ledger_says(tmp_path: Path, monkeypatch: pytest.
         for update, tokens, staleness in ((1, 100, 0.0), (2, 300, 2.0)):
             stats = TokenStats(samples=update, tokens=tokens, kl=0.1 * update, out_of_band=0.0, staleness=staleness)
             pools = {"a": stats, "b": TokenStats(samples=1, tokens=tokens, kl=0.5)}
-            ledger.commit_update(UpdateMetrics(update, stats, pools), {"bytes": 1})
+            ledger.commit_update(
+                UpdateMetrics(update, stats, pools), Published(update, {"bf16": PublishedStream(1, 10, 1, 0, 1.0)})
+            )
         ledger.close()
         return Outcome(2, 1.0, 1)
 

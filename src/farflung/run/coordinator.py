@@ -23,6 +23,7 @@ from farflung.core.metrics import UpdateMetrics
 from farflung.fleet import wire
 from farflung.run.buffer import Buffer
 from farflung.run.ledger import Ledger
+from farflung.weights.publisher import Published
 
 POLL_SECONDS = 10.0  # an empty answer after this long, so that both sides see that the other lives
 MAX_BODY = 1 << 30
@@ -190,7 +191,7 @@ class Coordinator:
     async def _post_update(self, request: web.Request) -> web.Response:
         body = await wire.read_json(request)
         try:
-            published = dict(body["published"])
+            published = Published.of(body["published"])
             metrics = UpdateMetrics.from_dict(body["metrics"]) if body.get("metrics") else None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadInput(f"not an update: {error!r}", where="updates") from None

@@ -23,6 +23,7 @@ import numpy as np
 from farflung.core.episode import DropCause, Episode
 from farflung.core.errors import BadInput, Corrupt, FarflungError, disk_full
 from farflung.core.metrics import UpdateMetrics
+from farflung.weights.publisher import Published
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -234,7 +235,7 @@ class Ledger:
         rows = self._db.execute("SELECT idx FROM episodes WHERE group_id = ? ORDER BY idx", (group,)).fetchall()
         return [index for (index,) in rows]
 
-    def commit_update(self, metrics: UpdateMetrics, published: Mapping[str, Any]) -> bool:
+    def commit_update(self, metrics: UpdateMetrics, published: Published) -> bool:
         """Record an update and its version; False if it was recorded before. Raises FarflungError out of turn."""
         done = self.last_update()
         if metrics.update <= done:
@@ -247,19 +248,18 @@ class Ledger:
             self._insert_version(db, metrics.update, published)
         return True
 
-    def add_base_version(self, published: Mapping[str, Any]) -> None:
+    def add_base_version(self, published: Published) -> None:
         self._insert_version(self._db, 0, published)
 
     @staticmethod
-    def _insert_version(db: sqlite3.Connection, version: int, published: Mapping[str, Any]) -> None:
-        """What was published, in all formats together and in each."""
-        streams = published["streams"]
-        bf16 = streams["bf16"]
-        size = sum(stream["bytes"] for stream in streams.values())
-        row = (version, time.time(), size, bf16["changed"], bf16["elements"], published["seconds"])
+    def _insert_version(db: sqlite3.Connection, version: int, published: Published) -> None:
+        """What was published: bytes of all formats together, changes of the first (BF16), and each of them."""
+        first = next(iter(published.streams.values()))
+        size = sum(stream.bytes for stream in published.streams.values())
+        row = (version, time.time(), size, first.changed, first.elements, published.seconds)
         db.execute("INSERT OR IGNORE INTO versions VALUES (?,?,?,?,?,?)", row)
-        for format, stream in streams.items():
-            numbers = [stream[key] for key in ("bytes", "changed", "elements", "bound")]
+        for format, stream in published.streams.items():
+            numbers = stream.bytes, stream.changed, stream.elements, stream.bound
             db.execute("INSERT OR IGNORE INTO streams VALUES (?,?,?,?,?,?)", (version, format, *numbers))
 
     def last_update(self) -> int:

@@ -80,6 +80,15 @@ class Published:
     seconds: float = 0.0
     repeated: bool = False
 
+    @staticmethod
+    def of(data: Mapping[str, Any]) -> Published:
+        """The way back from ``dataclasses.asdict``. Raises TypeError, KeyError, ValueError, AttributeError."""
+        streams = {str(name): PublishedStream(**stream) for name, stream in data["streams"].items()}
+        numbers = [value for stream in streams.values() for value in (stream.changed, stream.elements, stream.bytes)]
+        if not streams or not all(type(number) is int for number in numbers):
+            raise ValueError(f"streams are {str(data['streams'])[:200]}")
+        return Published(**{**data, "streams": streams})
+
 
 @dataclass(frozen=True, slots=True)
 class _Base:
