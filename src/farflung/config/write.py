@@ -20,6 +20,7 @@ SECTIONS = {
     "agent": "The agent's limits. Each ends an episode with a reason of its own.",
     "sandbox": "Where the agent's commands run.",
     "sampling": "How training episodes are drawn.",
+    "weights": "How versions of the policy travel from the trainer to the samplers.",
     "pools": "Samplers by accelerator and precision; as many entries as you like.",
     "router": "How sessions find their samplers.",
     "train": "The update.",
