@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from farflung.core.sampling import Completion, GenerateRequest, SamplingParams
 from farflung.fleet import wire
 from farflung.fleet.client import FleetClient
+from farflung.weights.manifest import derive_key
 from farflung.weights.publisher import Publisher
 from farflung.weights.store import open_store
 
@@ -65,8 +66,9 @@ class Stage:
         (self.model / "config.json").write_text(json.dumps(CONFIG))
         self.weights = tiny_weights()
         save_file(self.weights, self.model / "model.safetensors")
-        self.publisher = Publisher(open_store(str(path / "store")), "run")
-        self.publisher.publish_base(self.weights)
+        store = open_store(str(path / "store"))
+        self.publisher = Publisher(store, "run", formats=("bf16", "nvfp4"), key=derive_key(TOKEN))
+        self.publisher.publish(0, self.weights)
         (path / "token").write_text(TOKEN)
         self.processes: list[asyncio.subprocess.Process] = []
         self.router = ""

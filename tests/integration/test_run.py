@@ -18,6 +18,7 @@ def assert_whole(run: Run, updates: int) -> None:
     from safetensors.torch import load_file
 
     from farflung.run.workspace import Workspace
+    from farflung.weights.manifest import derive_key
     from farflung.weights.store import open_store
     from farflung.weights.subscriber import Subscriber
 
@@ -28,7 +29,7 @@ def assert_whole(run: Run, updates: int) -> None:
     finished = run.query("SELECT group_id, idx FROM episodes")
     assert len(finished) == len(set(finished)) == len(list((run.folder / "episodes").glob("*.ffr")))
     space = Workspace.open(run.folder)
-    served = Subscriber(open_store(space.store), space.run_id).fetch(updates)
+    served = Subscriber(open_store(space.store), space.run_id, key=derive_key(space.token)).fetch(updates).tensors
     exported = load_file(space.policy / "model.safetensors")
     assert served.keys() >= exported.keys()
     assert all((served[name] == exported[name]).all() for name in exported)
