@@ -32,3 +32,9 @@ def decode(packed: Tensor) -> Tensor:
     """[..., n / 2] uint8 -> [..., n] float32."""
     pairs = _PAIRS.to(packed.device).index_select(0, packed.reshape(-1).int())
     return pairs.view(*packed.shape[:-1], packed.shape[-1] * 2)
+
+
+def decode_half(packed: Tensor, half: Tensor) -> Tensor:
+    """One code of each byte: packed [n] uint8, half [n], 0 for the low nibble and 1 for the high one -> [n] float32."""
+    codes = packed.int() >> half.int() * 4 & 15
+    return VALUES.to(packed.device).index_select(0, codes)
