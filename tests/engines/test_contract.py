@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from farflung.core.sampling import Completion
-from farflung.engines.base import Engine, EngineError, TooLong
+from farflung.engines.base import Engine, EngineError, Positions, TooLong
 from farflung.engines.embedded import EmbeddedEngine, EngineOptions
 from farflung.engines.embedded.weights import read_folder
 from farflung.engines.paced import PacedEngine
@@ -105,11 +105,14 @@ async def test_turns_beyond_the_capacity_wait_and_a_cancelled_one_frees_its_plac
     assert stats.sampled_tokens >= 200 * CAPACITY
 
 
-async def test_a_new_version_comes_in_the_middle_of_a_turn(engine: Engine, folder: Path) -> None:
+@pytest.mark.parametrize("changed", [None, {}, {"model.norm.weight": np.arange(32)}])
+async def test_a_new_version_comes_in_the_middle_of_a_turn(
+    engine: Engine, folder: Path, changed: dict[str, Positions] | None
+) -> None:
     turn = asyncio.create_task(engine.generate(request(max_tokens=240)))
     await until(lambda: engine.stats().active == 1)
     await asyncio.sleep(0.05)
-    await engine.load(VERSION + 2, read_folder(folder))
+    await engine.load(VERSION + 2, read_folder(folder), changed)
     versions = (await turn).versions
     assert (np.diff(versions) >= 0).all()
     assert {int(v) for v in versions} <= {VERSION, VERSION + 2}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farflung.formats.selection import is_quantised
+from farflung.formats.selection import Selection, is_quantised
 
 
 def test_projections_are_quantised_and_nothing_else() -> None:
@@ -16,3 +16,13 @@ def test_projections_are_quantised_and_nothing_else() -> None:
     ]  # fmt: skip
     assert all(map(is_quantised, yes))
     assert not any(map(is_quantised, no))
+
+
+def test_excluded_names_are_not_taken() -> None:
+    up = "model.layers.{}.mlp.up_proj.weight"
+    some = Selection(("model.layers.0.*", "*.layers.1?.mlp.*"))
+    assert [some.takes(up.format(i)) for i in (0, 1, 10, 100)] == [False, True, False, True]
+    assert not some.takes("model.layers.3.mlp.up_proj.bias")
+    assert not Selection(("MODEL.*",)).takes("lm_head.weight")
+    assert Selection(("MODEL.*",)).takes(up.format(0))
+    assert Selection().takes(up.format(0))

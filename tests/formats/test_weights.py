@@ -103,11 +103,22 @@ def test_error_on_gaussian_weights(format: WeightFormat, relative: float) -> Non
     assert error == pytest.approx(relative, rel=0.02)
 
 
+@st.composite
+def nudged(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix and what training made of it: its rows grew, shrank or moved a little, and it is all or in part another size."""
+    before = draw(matrices())
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    moved = before * (1 + 0.01 * torch.randn(before.shape, generator=generator))
+    factors = torch.tensor(draw(st.lists(st.sampled_from([0.0, 0.3, 0.6, 0.999, 1.0, 1.7]), min_size=1, max_size=5)))
+    return before, moved * factors[torch.randint(len(factors), (len(before), 1), generator=generator)]
+
+
 @each_format
 @settings(max_examples=40, deadline=None)
-@given(weight=matrices())
-def test_error_is_bounded(format: WeightFormat, weight: torch.Tensor) -> None:
-    q = quantise(weight, format)
+@given(weights=nudged(), kept=st.booleans())
+def test_error_is_bounded(format: WeightFormat, weights: tuple[torch.Tensor, torch.Tensor], kept: bool) -> None:
+    before, weight = weights
+    q = quantise(weight, format, like=quantise(before, format) if kept else None)
     error = (q.dequantise() - weight).abs()
     if format == "bf16":
         assert (error <= weight.abs() * 2**-8).all()
@@ -123,6 +134,106 @@ def test_error_is_bounded(format: WeightFormat, weight: torch.Tensor) -> None:
                 6,
             )
     assert (error <= torch.maximum(half, weight.abs() - largest * step) * 1.00001).all()
+
+
+def scales_in_use(q: Quantised) -> torch.Tensor:
+    """The float32 scales: of blocks, or of the matrix."""
+    scales = q.tensor_scale if q.format == "nvfp4" else q.scales
+    assert scales is not None
+    return scales
+
+
+def largest(weight: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+    """amax of what shares a float32 scale."""
+    if format == "nvfp4":
+        return weight.abs().amax()
+    return torch.stack([torch.stack([b.abs().amax() for b in r.split(128, 1)]) for r in weight.split(128, 0)])
+
+
+@pytest.mark.parametrize(("format", "limit"), [("fp8", 448.0), ("nvfp4", 448.0 * 6)])
+@settings(max_examples=60, deadline=None)
+@given(weights=nudged())
+def test_a_scale_is_kept_exactly_while_it_fits(
+    format: WeightFormat, limit: float, weights: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    before, weight = weights
+    old, fresh = quantise(before, format), quantise(weight, format)
+    q = quantise(weight, format, like=old)
+    amax, s = largest(weight, format), scales_in_use(old)
+    fits = (limit / 2 * s < amax) & (amax <= limit * s)
+    assert torch.equal(scales_in_use(q), torch.where(fits, s, scales_in_use(fresh)))
+    # The same scale, the same form: what depends on it is made as it always is.
+    if torch.equal(scales_in_use(q), scales_in_use(fresh)):
+        assert same(q, fresh)
+    assert same(quantise(weight, format, like=q), q)
+    if format == "nvfp4":
+        assert q.scales is not None
+        assert (largest_of_blocks(weight) / 6 / scales_in_use(q) <= 448 * (1 + 2**-22)).all()
+
+
+def largest_of_blocks(weight: torch.Tensor) -> torch.Tensor:
+    padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 16))
+    return padded.view(len(padded), -1, 16).abs().amax(-1)
+
+
+def same(a: Quantised, b: Quantised) -> bool:
+    """The same codes and scales, bit for bit."""
+    parts = [(getattr(a, name), getattr(b, name)) for name in ("codes", "scales", "tensor_scale")]
+    return all(
+        x is y is None or torch.equal(x.flatten().view(torch.uint8), y.flatten().view(torch.uint8)) for x, y in parts
+    )
+
+
+@pytest.mark.parametrize("format", ["bf16", "mxfp4"])
+@settings(max_examples=20, deadline=None)
+@given(weights=nudged())
+def test_formats_without_float32_scales_keep_nothing(
+    format: WeightFormat, weights: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    before, weight = weights
+    assert same(quantise(weight, format, like=quantise(before, format)), quantise(weight, format))
+
+
+@pytest.mark.parametrize(("format", "limit"), [("fp8", 448.0), ("nvfp4", 448.0 * 6)])
+def test_kept_scales_by_hand(format: WeightFormat, limit: float) -> None:
+    old = quantise(torch.full((1, 16), limit), format)
+    assert scales_in_use(old).flatten().tolist() == [1.0]
+    for amax, scale in ((limit, 1), (limit / 2, 0.5), (limit / 2 + 1, 1), (limit + 1, (limit + 1) / limit), (0, 1)):
+        weight = torch.full((1, 16), float(amax))
+        expected = torch.tensor(float(scale))
+        assert scales_in_use(quantise(weight, format, like=old)).flatten().tolist() == [expected.item()], amax
+
+
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+def test_a_weight_that_moves_recodes_no_other(format: WeightFormat) -> None:
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    old = quantise(weight, format)
+    top = int(weight.abs().argmax())
+    weight.view(-1)[top] *= 0.999
+    kept, fresh = quantise(weight, format, like=old), quantise(weight, format)
+    elsewhere = torch.arange(64 * 64) // 16 != top // 16
+    assert torch.equal(kept.dequantise().view(-1)[elsewhere], old.dequantise().view(-1)[elsewhere])
+    assert not torch.equal(fresh.dequantise().view(-1)[elsewhere], old.dequantise().view(-1)[elsewhere])
+
+
+def test_a_form_of_another_matrix_is_refused() -> None:
+    weight = torch.ones(4, 32)
+    for other in (quantise(weight, "fp8"), quantise(torch.ones(4, 48), "nvfp4")):
+        with pytest.raises(BadInput, match=r"up is \[4, 32\] in nvfp4, its form before was \[4, "):
+            quantise(weight, "nvfp4", name="up", like=other)
+
+
+@each_format
+@settings(max_examples=40, deadline=None)
+@given(weight=matrices(), dtype=st.sampled_from([torch.float32, torch.bfloat16]), seed=st.integers(0, 2**31))
+def test_single_numbers_are_those_of_the_whole(
+    format: WeightFormat, weight: torch.Tensor, dtype: torch.dtype, seed: int
+) -> None:
+    q = quantise(weight, format)
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = (torch.randint(n, (50,), generator=generator) for n in weight.shape)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(q.at(rows, columns, dtype).view(bits), q.dequantise(dtype)[rows, columns].view(bits))
 
 
 @settings(max_examples=40, deadline=None)

@@ -20,7 +20,7 @@ from farflung.core.episode import Trajectory
 from farflung.core.errors import BadInput
 from farflung.core.sampling import Completion, GenerateRequest, SamplingParams, Source, uniforms
 from farflung.core.supports import Float32, Int32, Supports
-from farflung.engines.base import EngineError, EngineStats, TooLong
+from farflung.engines.base import EngineError, EngineStats, Positions, TooLong
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -178,7 +178,9 @@ class PacedEngine:
             ids[-1] = params.stop_ids[0]
         return _uniform(ids, self._vocabulary, params)
 
-    async def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
+    async def load(
+        self, version: int, weights: Mapping[str, Tensor], changed: Mapping[str, Positions] | None = None
+    ) -> None:
         """Tokens from now on carry ``version``; the weights themselves are not needed."""
         self._swap_times.append(asyncio.get_running_loop().time())
         self._versions.append(version)

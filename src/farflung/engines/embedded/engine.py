@@ -24,14 +24,16 @@ from torch import Tensor
 from farflung.core.errors import BadInput
 from farflung.core.sampling import Completion, GenerateRequest, Source
 from farflung.core.supports import Int32
-from farflung.engines.base import EngineError, EngineStats, TooLong
+from farflung.engines.base import EngineError, EngineStats, Positions, TooLong
 from farflung.engines.embedded.architecture import Architecture
 from farflung.engines.embedded.batch import Batch, Turn
 from farflung.engines.embedded.cache import IdleSessions, Reading, RowCache, Stored, kv_shape
 from farflung.engines.embedded.decoder import Decoder, Workspace
+from farflung.engines.embedded.refresh import Standby, layout, stage
 from farflung.engines.embedded.threads import answer, in_background
-from farflung.engines.embedded.weights import Weights, prepare, read_folder
+from farflung.engines.embedded.weights import Intake, Weights, read_folder
 from farflung.formats import kv as kv_formats
+from farflung.formats.selection import Selection
 from farflung.formats.weights import FORMATS
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ class EngineOptions:
     compute: auto is float32 on a CPU and bfloat16 on a GPU. prefill_tokens: prompt tokens read between two decoding
     steps, so that long prompts do not hold up the others. session_bytes: memory for sessions between their turns.
     recompute_on_swap: new weights read every sequence again, instead of going on with the old keys and values.
+    standby: keep the version before the one in use, so that a load writes only the elements that changed since; this takes
+    the memory of the prepared weights once more. exclude: glob patterns of weights that stay BF16 where all come so.
     """
 
     capacity: int = 16
@@ -54,6 +58,8 @@ class EngineOptions:
     prefill_tokens: int = 512
     session_bytes: int = 1 << 30
     recompute_on_swap: bool = False
+    standby: bool = True
+    exclude: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -105,18 +111,19 @@ class EmbeddedEngine:
             compute = "float32" if self._device.type == "cpu" else "bfloat16"
         self._dtype = torch.float32 if compute == "float32" else torch.bfloat16
         with torch.inference_mode():
-            self._weights = self._prepare(weights)
+            self._weights = self._intake(weights).weights()
             self._decoder = Decoder(architecture, self.context, kv_formats.rounding(kv[0]), self._device)
             cache = RowCache(architecture, self._dtype, self._device)
             self._workspace = Workspace(architecture, self._dtype, self._device)
             decoding = Workspace(architecture, self._dtype, self._device)
         self._version = version
+        self._standby = Standby(layout(weights)) if options.standby else None
         self._batch = Batch(self._decoder, cache, decoding, options.capacity)
         self._waiting: deque[Turn] = deque()
         self._prompts: deque[_Prompt] = deque()
         self._idle = IdleSessions(options.session_bytes)
-        self._counts = dict.fromkeys(("sampled_tokens", "prompt_tokens", "cached_tokens", "swaps"), 0)
-        self._swap_seconds = 0.0
+        self._counts = dict.fromkeys(("sampled_tokens", "prompt_tokens", "cached_tokens", "swaps", "refreshed"), 0)
+        self._swap_seconds = self._load_seconds = 0.0
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._closing = False
@@ -156,14 +163,29 @@ class EmbeddedEngine:
                 self._post(self._drop_cancelled)
             raise
 
-    async def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """See the port. ``weights`` must not change until this returns. Raises BadInput; the old weights stay then."""
+    async def load(
+        self, version: int, weights: Mapping[str, Tensor], changed: Mapping[str, Positions] | None = None
+    ) -> None:
+        """See the port. Raises BadInput; the old weights stay then."""
         async with self._loading:
-            loop = asyncio.get_running_loop()
-            prepared = await in_background(lambda: self._prepare(weights), loop)
-            swapped: asyncio.Future[None] = loop.create_future()
-            self._post(lambda: self._swap(version, prepared, loop, swapped))
-            await swapped
+            loop, held = asyncio.get_running_loop(), layout(weights)
+            # Taken for good: a load that fails or is cancelled leaves it half-written, and the next one starts whole.
+            standby, self._standby = self._standby, None
+            if standby is not None and (changed is None or standby.layout != held):
+                standby = None
+            started = time.monotonic()
+            staged, written = await in_background(
+                lambda: stage(standby, self._weights, self._intake(weights), changed or {}), loop
+            )
+            self._load_seconds += time.monotonic() - started
+            self._counts["refreshed"] += written
+            swapped: asyncio.Future[Weights] = loop.create_future()
+            self._post(lambda: self._swap(version, staged, loop, swapped))
+            before = await swapped
+            if standby is not None and changed is not None:
+                self._standby = Standby(held, before, changed)
+            elif self._options.standby:
+                self._standby = Standby(held)
 
     def forget(self, session: str) -> None:
         with suppress(EngineError):  # an engine that has ended has forgotten everything
@@ -171,7 +193,10 @@ class EmbeddedEngine:
 
     def stats(self) -> EngineStats:
         active = len(self._batch) + len(self._prompts)
-        return EngineStats(active, len(self._waiting), **self._counts, swap_seconds=self._swap_seconds)
+        return EngineStats(
+            active, len(self._waiting), **self._counts,
+            swap_seconds=self._swap_seconds, load_seconds=self._load_seconds,
+        )  # fmt: skip
 
     async def close(self) -> None:
         """Stop the thread; turns in flight fail with EngineError."""
@@ -188,8 +213,10 @@ class EmbeddedEngine:
             self._inbox.append(action)
             self._wake.notify()
 
-    def _prepare(self, weights: Mapping[str, Tensor]) -> Weights:
-        return prepare(self._architecture, weights, self._format, self._dtype, self._device)
+    def _intake(self, weights: Mapping[str, Tensor]) -> Intake:
+        return Intake(
+            self._architecture, weights, self._format, self._dtype, self._device, Selection(self._options.exclude)
+        )
 
     # --- The engine's thread ---
 
@@ -335,15 +362,15 @@ class EmbeddedEngine:
                 turn.keep = False
 
     def _swap(
-        self, version: int, weights: Weights, loop: asyncio.AbstractEventLoop, swapped: asyncio.Future[None]
+        self, version: int, weights: Weights, loop: asyncio.AbstractEventLoop, swapped: asyncio.Future[Weights]
     ) -> None:
         started = time.monotonic()
-        self._weights, self._version = weights, version
+        before, self._weights, self._version = self._weights, weights, version
         if self._options.recompute_on_swap:
             self._guarded(self._recompute, [*self._batch.turns, *(p.turn for p in self._prompts)])
         self._counts["swaps"] += 1
         self._swap_seconds += time.monotonic() - started
-        answer(loop, swapped, None)
+        answer(loop, swapped, before)
 
     def _recompute(self) -> None:
         self._idle.clear()
