@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from farflung.core.errors import BadInput, InfraError
+from farflung.core.errors import BadInput
 from farflung.formats.selection import Selection
 from farflung.weights.elements import digest
 from farflung.weights.encoding import Job, Work, encode_section
@@ -27,7 +27,7 @@ from farflung.weights.manifest import (
     pointer_key,
     strides,
 )
-from farflung.weights.ranks import Alone, Ranks
+from farflung.weights.ranks import Alone, Ranks, together
 from farflung.weights.schema import Schema
 from farflung.weights.store import Conflict, Missing, Store
 from farflung.weights.streams import (
@@ -46,9 +46,6 @@ from farflung.weights.subscriber import THREADS, Subscriber
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +230,7 @@ class Publisher:
         manifest = Manifest(self._run, version, self._ancestors(version), self._anchored(), streams)
         raw = self._seal.sign(manifest.encode())
         ref = Ref(version, hashlib.sha256(raw).hexdigest())
-        repeated = self._together(lambda: self._reveal(ref, raw, schemas) if self._ranks.rank == 0 else False)[0]
+        repeated = together(self._ranks, lambda: self._reveal(ref, raw, schemas) if self._ranks.rank == 0 else False)[0]
         self._history.know(Version(ref, manifest))
         self._base = _Base(Version(ref, manifest), tied, made, {name: work.hashes for (name, *_), work in done.items()})
         return self._published(bounds, began, cast, repeated=repeated)
@@ -256,24 +253,6 @@ class Publisher:
         mine = [[layout(made[name]), dict(tied)] for name in names]
         return merge_layouts([json.loads(raw) for raw in self._ranks.gather(json.dumps(mine).encode())])
 
-    def _together(self, work: Callable[[], T]) -> list[T]:
-        """Every rank's result, which is plain JSON data. What one rank meets, all raise, so that none waits for it."""
-        problem: Exception | None = None
-        answer: dict[str, Any] = {}
-        try:
-            answer = {"result": work()}
-        except Exception as error:
-            if self._ranks.size == 1:
-                raise
-            problem, answer = error, {"error": f"{type(error).__name__}: {error}"}
-        found = [json.loads(raw) for raw in self._ranks.gather(json.dumps(answer).encode())]
-        if problem is not None:
-            raise problem
-        for rank, other in enumerate(found):
-            if "error" in other:
-                raise InfraError(f"rank {rank} could not publish: {other['error']}", where=f"run {self._run}")
-        return [other["result"] for other in found]
-
     def _follows(self, format: str, schema: Schema) -> bool:
         """Whether the last version has the format under the same schema, so that there can be a delta."""
         base = self._base
@@ -284,7 +263,7 @@ class Publisher:
     def _encode(self, section: Section, name: str, schema: Schema, at: int, follows: bool, whole: bool) -> Work:
         """A section's objects; its pieces, every rank's, are those of the schema from number ``at`` on."""
         mine = len(section.pieces)
-        counts = self._together(lambda: mine)
+        counts = together(self._ranks, lambda: mine)
         first = at + sum(counts[: self._ranks.rank])
         numbers = range(first, first + mine)
         before, hashes = None, None
@@ -292,7 +271,7 @@ class Publisher:
             before = self._base.sections[name]
             hashes = self._base.hashes[name][first - at : first - at + mine]
         job = Job(section, before, hashes, schema, numbers, whole=whole)
-        return Work.of(self._together(lambda: encode_section(job, self._put, self._threads).data()))
+        return Work.of(together(self._ranks, lambda: encode_section(job, self._put, self._threads).data()))
 
     def _put(self, raw: bytes) -> Part:
         began = time.monotonic()
@@ -360,7 +339,7 @@ class Publisher:
 
     def _hashes(self, section: Section) -> list[bytes]:
         """Of a section's pieces, every rank's."""
-        found = self._together(lambda: [digest(section.bits(piece)).hex() for piece in section.pieces])
+        found = together(self._ranks, lambda: [digest(section.bits(piece)).hex() for piece in section.pieces])
         return [bytes.fromhex(hash) for one in found for hash in one]
 
     def _published(self, bounds: Mapping[str, float], began: float, cast: float, *, repeated: bool) -> Published:

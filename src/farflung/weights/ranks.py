@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from farflung.core.errors import InfraError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+T = TypeVar("T")
 
 
 class Ranks(Protocol):
@@ -27,6 +34,25 @@ class Alone:
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
+
+
+def together(ranks: Ranks, work: Callable[[], T]) -> list[T]:
+    """Every rank's result, which is plain JSON data. What one rank meets, all raise, so that none waits for it."""
+    if ranks.size == 1:
+        return [work()]
+    problem: Exception | None = None
+    answer: dict[str, Any] = {}
+    try:
+        answer = {"result": work()}
+    except Exception as error:
+        problem, answer = error, {"error": f"{type(error).__name__}: {error}"}
+    found = [json.loads(raw) for raw in ranks.gather(json.dumps(answer).encode())]
+    if problem is not None:
+        raise problem
+    for rank, other in enumerate(found):
+        if "error" in other:
+            raise InfraError(f"rank {rank} could not publish: {other['error']}", where=f"rank {ranks.rank}")
+    return [other["result"] for other in found]
 
 
 class TorchRanks:

@@ -11,13 +11,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from farflung.core.errors import BadInput
 from farflung.core.sampling import WeightFormat
 from farflung.formats.selection import Selection
 from farflung.weights.elements import ELEMENT_TYPES, Bits, element_type, from_bits, to_bits
-from farflung.weights.ranks import Ranks
+from farflung.weights.ranks import Ranks, together
 from farflung.weights.schema import Piece, Schema, TensorType, cut
 
 if TYPE_CHECKING:
@@ -137,7 +138,10 @@ class Section:
 def sections(
     snapshot: Snapshot, formats: Sequence[str], selection: Selection, before: Mapping[str, Section], ranks: Ranks
 ) -> dict[str, Section]:
-    """The snapshot in every format. ``before``: the last version's sections, whose scales are kept where they still fit."""
+    """The snapshot in every format. ``before``: the last version's sections, whose scales are kept where they still fit.
+
+    Every rank calls it; what one rank meets, all raise.
+    """
     if NATIVE in formats:
         return {NATIVE: Section(snapshot.runs)}
     taken = {name for name, run in snapshot.runs.items() if selection.takes(name) and len(run.type.shape) == 2}
@@ -150,8 +154,7 @@ def sections(
         like = before[format].runs if format in before else {}
         matrix = _matrix_scales(matrices, like, ranks) if format == "nvfp4" and ranks.size > 1 else {}
         runs: dict[str, Run] = {}
-        for name, run in matrices.items():
-            runs |= _quantised(name, run, format, like, matrix.get(name))
+        together(ranks, partial(_quantise, matrices, format, like, matrix, runs))
         found[format] = Section(runs)
     return found
 
@@ -203,6 +206,18 @@ def _matrix_scales(matrices: Mapping[str, Run], like: Mapping[str, Run], ranks: 
             known = other.before if scale is None else scale
             found[name] = _MatrixScale(max(largest, other.largest), known)
     return found
+
+
+def _quantise(
+    matrices: Mapping[str, Run],
+    format: str,
+    like: Mapping[str, Run],
+    scales: Mapping[str, _MatrixScale],
+    runs: dict[str, Run],
+) -> None:
+    """Put the matrices' codes and scales into ``runs``."""
+    for name, run in matrices.items():
+        runs |= _quantised(name, run, format, like, scales.get(name))
 
 
 def _quantised(
