@@ -175,3 +175,19 @@ class Machine(RuleBasedStateMachine):
 
 Machine.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 TestMachine = Machine.TestCase
+
+
+def test_the_trainer_may_be_one_update_ahead_of_its_report(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    buffer = Buffer(ledger, recipe(groups=1, updates=3, buffer_batches=3), TASKS)
+    for ticket in buffer.tickets("w", 100):
+        finish(buffer, ticket, 0)
+    with pytest.raises(BadInput, match="cannot come after"):
+        buffer.batch(2)
+    assert buffer.batch(1) == [0]
+    assert buffer.batch(2) == [1]
+    with pytest.raises(BadInput, match="cannot come after"):
+        buffer.batch(3)
+    assert buffer.tickets("w", 100) == []
+    commit(ledger, 1)
+    assert buffer.batch(3) == [2]
