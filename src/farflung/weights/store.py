@@ -111,6 +111,14 @@ def check_key(key: str) -> str:
     return key
 
 
+def check_name(name: str, what: str) -> str:
+    """Returns the name, of ``what``. Raises BadInput for one that is not a single segment of a key."""
+    if not _SEGMENT.fullmatch(name):
+        mend = "use letters, digits, '_', '-' and '.', and begin with neither dot nor dash"
+        raise BadInput(f"{name!r} is not the name of a {what}", mend=mend)
+    return name
+
+
 def check_pointer(key: str, value: bytes) -> str:
     """Returns the key. Raises BadInput for one that is no key, or a value too large for a pointer or a note."""
     if len(value) > MAX_POINTER:
@@ -147,7 +155,8 @@ class FolderStore:
         path = self._path(key)
         try:
             with open(path, "rb") as file:
-                data = file.read(max_bytes + 1)
+                # No more is asked for than is there: a read takes the memory that it is asked for.
+                data = file.read(min(max_bytes, os.fstat(file.fileno()).st_size) + 1)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise Missing("there is no such object", where=str(path)) from None
         except OSError as error:
