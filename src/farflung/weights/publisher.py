@@ -31,6 +31,7 @@ from farflung.weights.manifest import (
 from farflung.weights.schema import Schema, groups
 from farflung.weights.store import Conflict, Missing, Store
 from farflung.weights.streams import (
+    NATIVE,
     Section,
     Shard,
     Snapshot,
@@ -160,7 +161,8 @@ class Publisher:
 
     def snapshot(self, weights: Mapping[str, Tensor | Shard]) -> Snapshot:
         """A copy of the weights to publish later, while training goes on."""
-        return Snapshot.of(weights, native="native" in self.formats)
+        native = NATIVE in self.formats
+        return Snapshot.of(weights, native=native, selection=None if native else self._selection)
 
     def publish(self, version: int, weights: Mapping[str, Tensor | Shard] | Snapshot) -> Published:
         """Publish the version after the last one; the last one again is fine if it has the same bytes.

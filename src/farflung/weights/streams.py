@@ -60,11 +60,14 @@ class Snapshot:
     tied: Mapping[str, str]
 
     @staticmethod
-    def of(weights: Mapping[str, Tensor | Shard], *, native: bool = False) -> Snapshot:
+    def of(
+        weights: Mapping[str, Tensor | Shard], *, native: bool = False, selection: Selection | None = None
+    ) -> Snapshot:
         """A copy: BF16, rounded to nearest even, or with ``native`` each tensor in its own type.
 
-        Tensors that lie in the same memory are tied: the first name has the bits. Raises BadInput for no tensors and for
-        types that are not published.
+        Tensors that lie in the same memory are tied: the first name has the bits. Those that ``selection`` takes are not,
+        as each has scales under its own name. Raises BadInput for no tensors, for types that are not published, and for
+        a shard that does not lie in its tensor.
         """
         if not weights:
             raise BadInput("there are no tensors to publish")
@@ -72,12 +75,13 @@ class Snapshot:
         tied: dict[str, str] = {}
         first: dict[tuple[object, ...], str] = {}
         for name, given in weights.items():
-            tensor, start, shape = (
-                (given.rows, given.start, given.shape) if isinstance(given, Shard) else (given, 0, tuple(given.shape))
-            )
+            if isinstance(given, Shard):
+                tensor, start, shape = _checked(given, name), given.start, given.shape
+            else:
+                tensor, start, shape = given, 0, tuple(given.shape)
             memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            owner = first.setdefault(memory, name) if tensor.numel() else name
-            if owner != name:
+            alone = not tensor.numel() or (selection is not None and selection.takes(name))
+            if not alone and (owner := first.setdefault(memory, name)) != name:
                 tied[name] = owner
                 continue
             runs[name] = _copy(tensor, shape, start * math.prod(shape[1:]), native, f"tensor {name}")
@@ -135,6 +139,13 @@ def check_formats(formats: Sequence[str]) -> tuple[str, ...]:
     return tuple(formats)
 
 
+def _checked(shard: Shard, name: str) -> Tensor:
+    rows, shape = tuple(shard.rows.shape), shard.shape
+    if not shape or rows[1:] != shape[1:] or not 0 <= shard.start <= shard.start + rows[0] <= shape[0]:
+        raise BadInput(f"rows of shape {rows} from {shard.start} on are no part of {shape}", where=f"tensor {name}")
+    return shard.rows
+
+
 def _copy(tensor: Tensor, shape: tuple[int, ...], start: int, native: bool, where: str) -> Run:
     import torch
 
@@ -156,11 +167,12 @@ def _quantised(name: str, run: Run, format: str, like: Mapping[str, Run]) -> dic
             f"{format} cannot be made of a part of it", where=f"tensor {name}", mend="publish bf16 from shards"
         )
     chosen = next(f for f in get_args(WeightFormat) if f == format)
-    last = None
-    if name in like:
-        parts = {name + suffix: like[name + suffix] for suffix in SUFFIXES if name + suffix in like}
-        held = {key: from_bits(part.bits, part.type.kind, part.type.shape) for key, part in parts.items()}
+    parts = {name + suffix: like[name + suffix] for suffix in SUFFIXES if name + suffix in like}
+    held = {key: from_bits(part.bits, part.type.kind, part.type.shape) for key, part in parts.items()}
+    try:
         last = from_tensors(held, name, chosen, rows, columns)
+    except BadInput:
+        last = None  # it is new, or had another shape, or was not quantised
     tensors = to_tensors(name, quantise(from_bits(run.bits, BF16, (rows, columns)), chosen, name=name, like=last))
     found: dict[str, Run] = {}
     for key, tensor in tensors.items():
@@ -171,8 +183,12 @@ def _quantised(name: str, run: Run, format: str, like: Mapping[str, Run]) -> dic
 
 
 def schema_of(parts: Sequence[Section], tied: Mapping[str, str]) -> Schema:
-    """The schema of sections that one process holds whole."""
-    types = {name: run.type for section in parts for name, run in section.runs.items()}
+    """The schema of sections that one process holds whole. Raises BadInput for a tensor of which it holds a part."""
+    runs = {name: run for section in parts for name, run in section.runs.items()}
+    for name, run in runs.items():
+        if run.size != run.type.size:
+            raise BadInput(f"{run.size} of its {run.type.size} elements are here", where=f"tensor {name}")
+    types = {name: run.type for name, run in runs.items()}
     return Schema(types, tuple(piece for section in parts for piece in section.pieces), tied)
 
 
