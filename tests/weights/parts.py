@@ -1,31 +1,48 @@
-"""A store in memory that can crash between any two writes, and ways to spoil what a store holds."""
+"""A small policy and what each format makes of it, a store that dies between any two writes, and ways to spoil one."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from farflung.core.errors import Corrupt
+from farflung.core.sampling import WeightFormat
+from farflung.formats.checkpoint import to_tensors
+from farflung.formats.selection import Selection
+from farflung.formats.weights import Quantised, quantise
 from farflung.weights import Conflict, FolderStore, Missing, Publisher
+from farflung.weights.elements import ELEMENT_TYPES, Bits
+from farflung.weights.history import History, Version
 from farflung.weights.manifest import (
-    MAX_MANIFEST,
-    Manifest,
+    MAX_OBJECT,
     Part,
     Ref,
+    Seal,
     encode_pointer,
     manifest_key,
+    name_part,
     object_key,
     pointer_key,
-    read_head,
 )
+from farflung.weights.schema import Schema, TensorType, cut
 from farflung.weights.store import Store, check_key, check_pointer
 
 RUN = "run-1"
+KEY = b"the run's key"
+EMBED = "model.embed_tokens.weight"
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+DOWN = "model.layers.0.mlp.down_proj.weight"
+NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+Policy = dict[str, Tensor]
 
 
 class Crash(Exception):
@@ -33,22 +50,30 @@ class Crash(Exception):
 
 
 class MemoryStore:
-    """A dictionary as a store. ``crash_in`` writes from now it raises Crash, before or after the write took effect."""
+    """A dictionary as a store, with a clock that stands until ``now`` is moved.
+
+    ``crash_in`` writes from now Crash is raised, before or after the write took effect, and by every later write too
+    until ``crash_in`` is set again: a dead process writes nothing.
+    """
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.pointers: dict[str, bytes] = {}
+        self.written: dict[str, float] = {}
+        self.now = 0.0
         self.crash_in: int | None = None
         self.crash_after = False
-        self.writes = 0
+        self.writes: list[str] = []
+        self.reads: list[str] = []
 
     def put(self, key: str, data: bytes) -> None:
         self._crash(late=False)
         if self.objects.setdefault(check_key(key), bytes(data)) != data:
             raise Conflict("the object exists with other bytes", where=key)
-        self._crash(late=True)
+        self._wrote(key, first=True)
 
     def get(self, key: str, max_bytes: int) -> bytes:
+        self.reads.append(key)
         if check_key(key) not in self.objects:
             raise Missing("there is no such object", where=key)
         if len(self.objects[key]) > max_bytes:
@@ -65,6 +90,7 @@ class MemoryStore:
         self._crash(late=False)
         self.objects.pop(check_key(key), None)
         self.pointers.pop(key, None)
+        self.written.pop(key, None)
         self._crash(late=True)
 
     def read_pointer(self, key: str) -> bytes | None:
@@ -75,71 +101,132 @@ class MemoryStore:
         if self.pointers.get(check_pointer(key, value)) != expected:
             raise Conflict("the pointer has moved", where=key)
         self.pointers[key] = value
-        self._crash(late=True)
+        self._wrote(key)
 
     def write_note(self, key: str, data: bytes) -> None:
         self._crash(late=False)
         self.pointers[check_pointer(key, data)] = data
-        self._crash(late=True)
+        self._wrote(key)
 
     def ages(self, folder: str) -> dict[str, float]:
-        """As if every key had just been written."""
-        return dict.fromkeys(self.list(folder), 0.0)
+        return {key: self.now - self.written[key] for key in self.list(folder)}
+
+    def _wrote(self, key: str, *, first: bool = False) -> None:
+        self.writes.append(key)
+        if not first or key not in self.written:
+            self.written[key] = self.now
+        self._crash(late=True)
 
     def _crash(self, *, late: bool) -> None:
-        if late != self.crash_after:
+        if late != self.crash_after or self.crash_in is None:
             return
-        self.writes += 1
-        if self.crash_in is not None:
-            self.crash_in -= 1
-            if self.crash_in < 0:
-                self.crash_in = None
-                raise Crash
+        self.crash_in -= 1
+        if self.crash_in < 0:
+            self.crash_in = 0
+            raise Crash
 
 
-def weights(seed: int = 0) -> dict[str, torch.Tensor]:
-    """A small policy in FP32 with a tied head, as a trainer holds it."""
+def weights(seed: int = 0) -> Policy:
+    """A small policy in FP32 with a tied head, as a trainer holds it. No matrix fills its formats' last blocks."""
     draw = torch.Generator().manual_seed(seed)
-    named = {
-        "embed.weight": torch.randn(40, 16, generator=draw),
-        "layer.weight": torch.randn(32, 64, generator=draw) * 0.02,
-        "norm.weight": torch.ones(16),
+    policy = {
+        EMBED: torch.randn(40, 16, generator=draw),
+        QUERY: torch.randn(24, 40, generator=draw) * 0.02,
+        DOWN: torch.randn(20, 130, generator=draw) * 0.02,
+        NORM: torch.ones(16),
         "scale": torch.tensor(0.5),
     }
-    return named | {"head.weight": named["embed.weight"]}
+    return policy | {HEAD: policy[EMBED]}
 
 
-def step(policy: dict[str, torch.Tensor], seed: int, size: float = 1e-3) -> None:
-    """Change the policy in place, as an optimiser does."""
+def step(policy: Policy, seed: int, size: float = 3e-3) -> Policy:
+    """Change the policy in place, as an optimiser does; 3e-3 changes about every second element in BF16."""
     draw = torch.Generator().manual_seed(seed)
     for name, tensor in policy.items():
-        if name != "head.weight":
+        if name != HEAD:
             tensor += size * torch.randn(tensor.shape, generator=draw) * tensor.abs()
+    return policy
 
 
-def equal(found: dict[str, torch.Tensor], policy: dict[str, torch.Tensor]) -> bool:
-    """Whether ``found`` is the BF16 form of the policy, bit for bit."""
-    return set(found) == set(policy) and all(
-        torch.equal(found[name].view(torch.int16), policy[name].bfloat16().view(torch.int16)) for name in policy
-    )
+def copy(policy: Policy) -> Policy:
+    """Its own memory, tied where the policy is."""
+    return deepcopy(policy)
 
 
-def published(store: Store, versions: int, **options: Any) -> list[dict[str, torch.Tensor]]:
-    """Publish versions 0..versions and return the weights of each."""
-    policy = weights()
-    publisher = Publisher(store, RUN, **options)
-    publisher.publish_base(policy)
-    history = [copy(policy)]
+def walk(versions: int, size: float = 3e-3, seed: int = 0) -> list[Policy]:
+    """The policy of versions 0 to ``versions``, each a step from the one before."""
+    history = [weights(seed)]
     for version in range(1, versions + 1):
-        step(policy, version)
-        publisher.publish(version, policy)
-        history.append(copy(policy))
+        history.append(step(copy(history[-1]), 1000 * seed + version, size))
     return history
 
 
-def copy(policy: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Its own memory, tied where the policy is."""
-    return deepcopy(policy)
+def in_format(
+    policy: Policy, format: str, last: Mapping[str, Quantised] | None = None, exclude: Sequence[str] = ()
+) -> tuple[Policy, dict[str, Quantised]]:
+    """What a subscriber to the format must hold, and the form of every matrix in it. ``last``: those one version before."""
+    forms: dict[str, Quantised] = {}
+    held: Policy = {}
+    for name, tensor in policy.items():
+        if Selection(tuple(exclude)).takes(name) and tensor.ndim == 2:
+            chosen = cast(WeightFormat, format)
+            forms[name] = quantise(tensor.bfloat16(), chosen, like=None if last is None else last.get(name))
+            held |= to_tensors(name, forms[name])
+        else:
+            held[name] = tensor.bfloat16()
+    return held, forms
+
+
+def streams(history: Iterable[Policy], format: str) -> list[Policy]:
+    """What a subscriber to the format must hold at every version."""
+    found: list[Policy] = []
+    last: dict[str, Quantised] | None = None
+    for policy in history:
+        held, last = in_format(policy, format, last)
+        found.append(held)
+    return found
+
+
+def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    """Whether names, types, shapes and all bits are the same."""
+    return set(found) == set(expected) and all(
+        found[name].dtype == tensor.dtype
+        and found[name].shape == tensor.shape
+        and raw_bytes(found[name]) == raw_bytes(tensor)
+        for name, tensor in expected.items()
+    )
+
+
+def raw_bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def equal(found: Mapping[str, Tensor], policy: Policy) -> bool:
+    """Whether ``found`` is the BF16 form of the policy, bit for bit."""
+    return same(found, {name: tensor.bfloat16() for name, tensor in policy.items()})
+
+
+def publish(store: Store, history: Sequence[Policy], **options: Any) -> Publisher:
+    """Publish every version, and return the publisher."""
+    publisher = Publisher(store, RUN, **options)
+    for version, policy in enumerate(history):
+        publisher.publish(version, policy)
+    return publisher
+
+
+def newest(store: Store, key: bytes | None = None) -> Version:
+    version = History(store, RUN, Seal(key)).newest()
+    assert version is not None
+    return version
+
+
+def version(store: Store, number: int) -> Version:
+    return History(store, RUN, Seal(None)).find(number)
+
+
+def schema_of(store: Store, format: str = "bf16") -> Schema:
+    part = newest(store).stream(format).schema
+    return Schema.decode(store.get(object_key(RUN, part), MAX_OBJECT), "schema")
 
 
 def overwrite(store: Store, key: str, data: bytes) -> None:
@@ -149,10 +236,11 @@ def overwrite(store: Store, key: str, data: bytes) -> None:
     else:
         assert isinstance(store, MemoryStore)
         (store.pointers if key in store.pointers else store.objects)[key] = data
+        store.written.setdefault(key, store.now)
 
 
 def raw(store: Store, key: str) -> bytes:
-    found = store.read_pointer(key) if key == pointer_key(RUN) else store.get(key, MAX_MANIFEST)
+    found = store.read_pointer(key) if key == pointer_key(RUN) else store.get(key, MAX_OBJECT)
     assert found is not None
     return found
 
@@ -161,29 +249,57 @@ def flip(data: bytes, at: int, mask: int = 1) -> bytes:
     return data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :]
 
 
-def head(store: Store) -> tuple[Ref, Manifest]:
-    found = read_head(store, RUN)
-    assert found is not None
-    return found
+def forge(store: Store, format: str = "bf16", key: bytes | None = None, **changes: Any) -> None:
+    """Replace the newest manifest by one with other fields in a stream, rightly named, signed and pointed to."""
+    found = newest(store, key)
+    data = json.loads(found.manifest.encode())
+    data["streams"][format] |= changes
+    forge_manifest(store, found.number, Seal(key).sign(json.dumps(data).encode()))
 
 
-def forge(store: Store, **changes: Any) -> None:
-    """Replace the newest manifest by one with other fields, rightly named, and let the pointer name it."""
-    ref, manifest = head(store)
-    data = json.loads(manifest.encode()) | changes
-    forged = json.dumps(data).encode()
-    other = Ref(ref.version, hashlib.sha256(forged).hexdigest())
-    overwrite(store, manifest_key(RUN, other), forged)
+def forge_manifest(store: Store, number: int, body: bytes) -> None:
+    other = Ref(number, hashlib.sha256(body).hexdigest())
+    overwrite(store, manifest_key(RUN, other), body)
     overwrite(store, pointer_key(RUN), encode_pointer(other))
 
 
 def add_object(store: Store, data: bytes) -> list[Any]:
     """Store an object, rightly named; returns it as a manifest names it."""
-    part = Part(hashlib.sha256(data).hexdigest(), len(data))
+    part = name_part(data)
     store.put(object_key(RUN, part), data)
-    return [part.sha256, part.bytes]
+    return listed(part)
 
 
-def bits(values: list[int], shape: tuple[int, ...] | None = None) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    array = np.array(values, np.uint16)
-    return array if shape is None else array.reshape(shape)
+def listed(part: Part) -> list[Any]:
+    return [part.sha256, part.nbytes]
+
+
+def schema(**tensors: tuple[str, tuple[int, ...]]) -> Schema:
+    """A schema of tensors given as an element type's name and a shape."""
+    types = {name: TensorType(ELEMENT_TYPES[kind], shape) for name, (kind, shape) in tensors.items()}
+    return Schema(types, tuple(piece for name, type in types.items() for piece in cut(name, type)), {})
+
+
+def random_bits(kind: str, items: int, seed: int = 0) -> Bits:
+    """Bits of every pattern."""
+    dtype = ELEMENT_TYPES[kind].dtype
+    draw = np.random.default_rng(seed)
+    return draw.integers(0, np.iinfo(dtype).max, items, dtype, endpoint=True).astype(dtype)
+
+
+def differing(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """By name, the flat positions of elements that differ, one looked at after the other."""
+    found: dict[str, list[int]] = {}
+    for name in after:
+        pairs = zip(elements(name, before[name]), elements(name, after[name]), strict=True)
+        if at := [i for i, (old, new) in enumerate(pairs) if old != new]:
+            found[name] = at
+    return found
+
+
+def elements(name: str, tensor: Tensor) -> list[Any]:
+    """Each element's bits; a byte of packed codes holds two, low one first."""
+    data, width = raw_bytes(tensor), tensor.element_size()
+    if tensor.dtype == torch.uint8 and not name.endswith("_scale"):
+        return [code for byte in data for code in (byte & 15, byte >> 4)]
+    return [data[at : at + width] for at in range(0, len(data), width)]

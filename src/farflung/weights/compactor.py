@@ -1,7 +1,7 @@
 """Jumps: many deltas folded into one, so that a reader who is far behind needs few objects.
 
-Version v gets a jump from v - 2^j for every j with 2^j dividing v, up to a level. Then any version is reached from any
-earlier one over at most 2 log2 of their distance objects, and from an anchor at a multiple of the widest over log2. Steps
+Version v gets a jump from v - 2^j for every j with 2^j dividing v, up to j = ``levels``. Then any version is reached from
+any earlier one over at most 2 log2 of their distance links, and beyond 2^levels over one more for each 2^levels. Steps
 cancel and positions repeat, so a jump is smaller than what it replaces. It is made from deltas alone, without the weights,
 by anyone who may write to the store, at any time after its version; nobody waits for it.
 """
@@ -9,16 +9,15 @@ by anyone who may write to the store, at any time after its version; nobody wait
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
-from farflung.core.errors import BadInput, Corrupt
-from farflung.weights import changes as sparse
+from farflung.core.errors import BadInput
 from farflung.weights import delta
 from farflung.weights.changes import Changes
-from farflung.weights.delta import Change, Dense, Whole
-from farflung.weights.elements import ElementType
+from farflung.weights.delta import Change
 from farflung.weights.history import History, Link, Version
-from farflung.weights.manifest import Jump, Part, jump_key, name_part, object_key, read_jump, read_part
-from farflung.weights.schema import Schema
+from farflung.weights.manifest import Jump, Part, Seal, jump_key, name_part, object_key, read_jump, read_part
+from farflung.weights.schema import Schema, groups
 from farflung.weights.store import Conflict, Missing, Store
 
 LEVELS = 7
@@ -29,8 +28,6 @@ class Compactor:
     """Makes the jumps of a run's versions as they come. One at a time is enough; two do no harm."""
 
     def __init__(self, store: Store, run: str, *, key: bytes | None = None, levels: int = LEVELS) -> None:
-        from farflung.weights.manifest import Seal
-
         if not 1 <= levels <= 30:
             raise BadInput(f"{levels} levels; 1 to 30 make sense", where="compactor")
         self._history = History(store, run, Seal(key))
@@ -44,14 +41,16 @@ class Compactor:
         if newest is None:
             return made
         for number in range(self._done + 1, newest.number + 1):
-            try:
-                version = self._history.find(number)
-            except Missing:
-                continue  # pruned
-            for format in version.manifest.streams:
-                made += self._make(version, format)
+            made += self._history.afresh(partial(self._jumps, number))
             self._done = number
         return made
+
+    def _jumps(self, number: int) -> list[Jump]:
+        try:
+            version = self._history.find(number)
+        except Missing:
+            return []  # pruned
+        return [jump for format in version.manifest.streams for jump in self._make(version, format)]
 
     def _make(self, version: Version, format: str) -> Iterator[Jump]:
         for level in range(1, self._levels + 1):
@@ -88,74 +87,43 @@ def make_jump(history: History, version: Version, format: str, span: int) -> Jum
     return jump
 
 
-def fold(first: Changes | Dense | Whole, second: Changes | Dense | Whole, kind: ElementType) -> Changes | Dense | Whole:
-    """Both, one after the other, as one. Neither is changed."""
-    match first, second:
-        case _, Whole():
-            return second
-        case Changes(), Changes():
-            return sparse.fold(first, second, kind)
-        case Changes(), Dense(steps):
-            added = steps.copy()
-            delta.apply(added, first, kind)
-            return Dense(added)
-        case Dense(steps), _:
-            added = steps.copy()
-            delta.apply(added, second, kind)
-            return Dense(added)
-        case Whole(bits), _:
-            added = bits.copy()
-            delta.apply(added, second, kind)
-            return Whole(added)
-    raise AssertionError("unreachable")
-
-
 def _folded(history: History, links: Sequence[Link], schema: Schema) -> Iterator[list[Change]]:
-    """Groups of pieces with all that became of them, in order. Memory holds one group's changes of every link.
-
-    A version's objects hold pieces in rising order, and every version's groups are cut in the same places.
-    """
-    heads = [_Objects(history, link.parts, schema) for link in links]
-    while any(head.changes for head in heads):
-        last = max(change.piece for change in min((h.changes for h in heads if h.changes), key=lambda c: c[0].piece))
+    """Groups of pieces with all that became of them, in order. Memory holds one group's changes of every link."""
+    rows = [_Changes(history, link.parts, schema) for link in links]
+    for numbers in groups(schema, range(len(schema.pieces))):
         group: dict[int, Change] = {}
-        for head in heads:
-            for change in head.take(last):
+        for row in rows:
+            for change in row.take(numbers[-1]):
                 before = group.get(change.piece)
-                content = change.content
-                if before is not None:
-                    content = fold(before.content, content, schema.pieces[change.piece].kind)
-                group[change.piece] = Change(change.piece, change.after, content)
-        yield [group[number] for number in sorted(group) if not _nothing(group[number])]
+                kind = schema.pieces[change.piece].kind
+                group[change.piece] = change if before is None else delta.fold(before, change, kind)
+        changes = [group[number] for number in sorted(group) if not _cancelled(group[number])]
+        if changes:
+            yield changes
 
 
-class _Objects:
-    """A link's objects, one decoded at a time."""
+class _Changes:
+    """A link's changes in order of their pieces, of which one object's are decoded at a time."""
 
     def __init__(self, history: History, parts: Sequence[Part], schema: Schema) -> None:
         self._history, self._parts, self._schema = history, list(parts), schema
-        self.changes: list[Change] = []
-        self._next()
+        self._ahead: list[Change] = []
 
     def take(self, last: int) -> Iterator[Change]:
-        """Changes of pieces up to ``last``."""
-        while self.changes and self.changes[0].piece <= last:
-            taken = [change for change in self.changes if change.piece <= last]
-            self.changes = [change for change in self.changes if change.piece > last]
+        """The next ones, up to piece ``last``."""
+        while self._ahead or self._parts:
+            if not self._ahead:
+                self._ahead = self._decode(self._parts.pop(0))
+            taken = [change for change in self._ahead if change.piece <= last]
+            self._ahead = self._ahead[len(taken) :]
             yield from taken
-            if not self.changes:
-                self._next()
+            if self._ahead:
+                return
 
-    def _next(self) -> None:
-        while self._parts and not self.changes:
-            part = self._parts.pop(0)
-            where = f"object {object_key(self._history.run, part)}"
-            try:
-                raw = read_part(self._history.store, self._history.run, part)
-            except Missing:
-                raise Corrupt("a version needs it and it is not there", where=where) from None
-            self.changes = delta.decode(raw, self._schema, where=where)
+    def _decode(self, part: Part) -> list[Change]:
+        raw = read_part(self._history.store, self._history.run, part)
+        return delta.decode(raw, self._schema, where=f"object {object_key(self._history.run, part)}")
 
 
-def _nothing(change: Change) -> bool:
+def _cancelled(change: Change) -> bool:
     return isinstance(change.content, Changes) and not len(change.content)

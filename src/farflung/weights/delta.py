@@ -25,7 +25,7 @@ from farflung.weights import changes as sparse
 from farflung.weights.changes import Changes
 from farflung.weights.elements import Bits, Bytes, ElementType, digest
 from farflung.weights.planes import Planes, compress, decompress, entropy_bytes, pack, unpack
-from farflung.weights.schema import Piece, Schema
+from farflung.weights.schema import PIECE_BYTES, Piece, Schema
 
 KIND = "delta-2"
 DENSE_SHARE = 0.25
@@ -47,13 +47,16 @@ class Whole:
     bits: Bits
 
 
+Content = Changes | Dense | Whole
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """What becomes of one piece: its number, the hash of its bits afterwards, and how it gets there."""
 
     piece: int
     after: bytes
-    content: Changes | Dense | Whole
+    content: Content
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ def compare(number: int, piece: Piece, before: Bits, after: Bits) -> Change | No
     return Change(number, hash, Dense(_difference(after, before, piece.kind)))
 
 
-def apply(array: Bits, content: Changes | Dense | Whole, kind: ElementType) -> None:
+def apply(array: Bits, content: Content, kind: ElementType) -> None:
     """Bring a piece's bits to what they become, in place."""
     match content:
         case Changes():
@@ -90,7 +93,7 @@ def apply(array: Bits, content: Changes | Dense | Whole, kind: ElementType) -> N
             array[...] = bits
 
 
-def invert(content: Changes | Dense | Whole, kind: ElementType) -> Changes | Dense:
+def invert(content: Content, kind: ElementType) -> Changes | Dense:
     """What takes it back. Raises BadInput for a piece that came whole: what was there before is not known."""
     match content:
         case Changes():
@@ -99,6 +102,11 @@ def invert(content: Changes | Dense | Whole, kind: ElementType) -> Changes | Den
             return Dense(_difference(np.zeros_like(steps), steps, kind))
         case Whole():
             raise BadInput("a piece that came whole cannot be taken back", where="delta")
+
+
+def fold(first: Change, second: Change, kind: ElementType) -> Change:
+    """Both, one after the other, as one. Neither is altered."""
+    return Change(second.piece, second.after, _fold(first.content, second.content, kind))
 
 
 def encode(changes: Sequence[Change], schema: Schema) -> Encoded:
@@ -139,6 +147,8 @@ def decode(raw: bytes, schema: Schema, *, where: str) -> list[Change]:
         raise Corrupt(f"it is of {n} pieces, the schema has {len(schema.pieces)}", where=where)
     numbers, forms, counts, hashes = _table(arrays, n, schema, where)
     pieces = [schema.pieces[number] for number in numbers]
+    if (total := sum(piece.nbytes for piece in pieces)) > PIECE_BYTES:
+        raise Corrupt(f"its pieces take {total} bytes; at most {PIECE_BYTES}", where=where)
     spans = [p.span(c) for p, form, c in zip(pieces, forms, counts, strict=True) if form == SPARSE]
     found = iter(unpack(arrays, spans, where))
     take = Planes(arrays, where)
@@ -189,10 +199,8 @@ def _table(
 
 def _rows(take: Planes, name: str, count: int, width: int) -> Bits:
     """``count`` items of ``width`` bytes out of their planes."""
-    rows = np.empty((count, width), np.uint8)
-    for i in range(width):
-        rows[:, i] = take.plane(f"{name}.{i}", count)
-    return rows.view(f"<u{width}").reshape(-1)
+    columns = [take.plane(f"{name}.{i}", count) for i in range(width)]
+    return np.stack(columns, 1).view(f"<u{width}").reshape(-1)
 
 
 def _difference(after: Bits, before: Bits, kind: ElementType) -> Bits:
@@ -203,11 +211,32 @@ def _difference(after: Bits, before: Bits, kind: ElementType) -> Bits:
     return (low | (high << 4)).astype(np.uint8)
 
 
-def _form(content: Changes | Dense | Whole) -> int:
+def _fold(first: Content, second: Content, kind: ElementType) -> Content:
+    match first, second:
+        case _, Whole():
+            return second
+        case Changes(), Changes():
+            return sparse.fold(first, second, kind)
+        case Changes(), Dense(steps):  # steps add up in any order
+            return Dense(_applied(steps, first, kind))
+        case Dense(steps), _:
+            return Dense(_applied(steps, second, kind))
+        case Whole(bits), _:
+            return Whole(_applied(bits, second, kind))
+    raise AssertionError("unreachable")
+
+
+def _applied(array: Bits, content: Content, kind: ElementType) -> Bits:
+    result = array.copy()
+    apply(result, content, kind)
+    return result
+
+
+def _form(content: Content) -> int:
     return SPARSE if isinstance(content, Changes) else DENSE if isinstance(content, Dense) else WHOLE
 
 
-def _bits(content: Changes | Dense | Whole) -> Bits:
+def _bits(content: Content) -> Bits:
     assert not isinstance(content, Changes)
     return content.steps if isinstance(content, Dense) else content.bits
 

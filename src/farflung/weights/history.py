@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from farflung.core.errors import Corrupt
 from farflung.weights.manifest import (
+    Gone,
     Manifest,
     Part,
     Ref,
     Seal,
     Stream,
-    check_run,
     decode_pointer,
     jump_key,
     pointer_key,
     read_jump,
     read_manifest,
 )
-from farflung.weights.store import Missing, Store
+from farflung.weights.store import Missing, Store, check_name
 
 CACHED = 512
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class History:
 
     def __init__(self, store: Store, run: str, seal: Seal) -> None:
         self.store = store
-        self.run = check_run(run)
+        self.run = check_name(run, "run")
         self.seal = seal
         self._newest: Version | None = None
         self._known: OrderedDict[Ref, Version] = OrderedDict()
@@ -87,8 +91,11 @@ class History:
                     raise Corrupt(f"it went back from version {known.number} to nothing", where=where)
                 return None
             ref = decode_pointer(raw, where)
-            if known is not None and ref.version < known.number:
-                raise Corrupt(f"it went back from version {known.number} to version {ref.version}", where=where)
+            if known is not None and ref != known.ref and ref.version <= known.number:
+                what = (
+                    f"it went back from version {known.number} to {'another ' * (ref.version == known.number)}version"
+                )
+                raise Corrupt(f"{what} {ref.version}", where=where)
             if known is None or ref != known.ref:
                 try:
                     self._newest = self.read(ref)
@@ -113,6 +120,19 @@ class History:
             self._known[version.ref] = version
             while len(self._known) > CACHED:
                 self._known.popitem(last=False)
+
+    def afresh(self, work: Callable[[], Result]) -> Result:
+        """Do it, and once more if an object was gone: versions that are known here may have been pruned since."""
+        try:
+            return work()
+        except Gone:
+            self.forget()
+            return work()
+
+    def forget(self) -> None:
+        """Read versions from the store again, as far as they are still there."""
+        with self._caching:
+            self._known.clear()
 
     def find(self, number: int) -> Version:
         """A version by its number. Raises Missing when it is not published yet or was pruned."""
@@ -151,7 +171,7 @@ class History:
     def links(self, start: int, stop: Version, format: str) -> list[Link] | None:
         """The way from version ``start`` up to ``stop``, over the widest jumps there are; None when there is none left.
 
-        At most 2 log2(stop - start) links where a compactor has been at work. Raises Corrupt for a jump that leads elsewhere.
+        Raises Corrupt for a jump that leads elsewhere.
         """
         links: list[Link] = []
         while stop.number > start:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -26,17 +27,19 @@ ALIGN = 64
 
 
 class Image:
-    """One array for each tensor of a schema. ``hashes``: what each piece's bits should have; they are checked elsewhere."""
+    """A version in one format: an array for each tensor of its schema, and the hash of each piece.
 
-    def __init__(self, schema: Schema, arrays: Mapping[str, Bits], hashes: list[bytes]) -> None:
+    ``torn``: numbers of the pieces whose bits may not have the hashes that the version has.
+    """
+
+    def __init__(
+        self, version: int, schema: Schema, arrays: Mapping[str, Bits], hashes: list[bytes], torn: Iterable[int] = ()
+    ) -> None:
+        self.version = version
         self.schema = schema
         self.arrays = arrays
         self.hashes = hashes
-
-    @staticmethod
-    def empty(schema: Schema, room: Room) -> Image:
-        """Raises StoreError when there is no room for it."""
-        return Image(schema, room.arrays(schema), [b"\0" * HASH] * len(schema.pieces))
+        self.torn = set(torn)
 
     def piece(self, number: int) -> Bits:
         """A piece's bits, a view."""
@@ -65,12 +68,12 @@ class Room:
             raise StoreError(f"the weights take {schema.nbytes} bytes, more than this machine's memory", where="image")
         return {name: np.zeros(t.nbytes // t.kind.dtype.itemsize, t.kind.dtype) for name, t in schema.tensors.items()}
 
-    def load(self) -> tuple[int, str, Image] | None:
-        """What an earlier process left: a version, its root, and an image whose bits may be torn. None for nothing."""
+    def load(self) -> Image | None:
+        """What an earlier process left, all of it torn as far as is known; None for nothing."""
         return None
 
-    def save(self, version: int, image: Image) -> None:
-        """Note that the image holds this version, once its bits are as durable as they get."""
+    def save(self, image: Image) -> None:
+        """Keep the image for the next process: its bits first, then what they are."""
 
 
 class Folder(Room):
@@ -84,27 +87,25 @@ class Folder(Room):
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
+        self._memory: np.memmap[Any, np.dtype[np.uint8]] | None = None
 
     def arrays(self, schema: Schema) -> dict[str, Bits]:
         offsets, size = _layout(schema)
         path = self.folder / f"bits-{schema.root([])[:16]}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with open(path, "a+b") as file:
-                # Room is taken now: a full disk is an error here, and not a signal at some later write.
-                os.posix_fallocate(file.fileno(), 0, max(1, size))
-                os.truncate(path, max(1, size))
+            _take_room(path, max(1, size))
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             what = f"no space for {size} bytes of weights" if full else f"cannot write: {error.strerror}"
             raise StoreError(what, where=str(path), mend="free some space" if full else "") from error
-        memory = np.memmap(path, np.uint8, mode="r+")
+        self._memory = np.memmap(path, np.uint8, mode="r+")
         return {
-            name: memory[offsets[name] : offsets[name] + t.nbytes].view(t.kind.dtype)
+            name: self._memory[offsets[name] : offsets[name] + t.nbytes].view(t.kind.dtype)
             for name, t in schema.tensors.items()
         }
 
-    def load(self) -> tuple[int, str, Image] | None:
+    def load(self) -> Image | None:
         path = self.folder / "state.json"
         try:
             data = loads(path.read_bytes())
@@ -119,23 +120,18 @@ class Folder(Room):
             return None
         except (OSError, ValueError, TypeError, KeyError, RecursionError, Corrupt) as error:
             raise Corrupt(f"not an image's state: {error}", where=str(path), mend="remove the folder") from None
-        return version, root, Image(schema, self.arrays(schema), hashes)
+        return Image(version, schema, self.arrays(schema), hashes, range(len(hashes)))
 
-    def save(self, version: int, image: Image) -> None:
+    def save(self, image: Image) -> None:
         data = {
-            "version": version,
+            "version": image.version,
             "root": image.root,
             "schema": json.loads(image.schema.encode()),
             "hashes": b"".join(image.hashes).hex(),
         }
         try:
-            for array in image.arrays.values():
-                base = array.base
-                while base is not None and not isinstance(base, np.memmap):
-                    base = base.base
-                if isinstance(base, np.memmap):
-                    base.flush()
-                    break
+            if self._memory is not None:
+                self._memory.flush()
             staged = self.folder / "state.json.new"
             with open(staged, "wb") as file:
                 file.write(json.dumps(data).encode())
@@ -147,6 +143,16 @@ class Folder(Room):
         for old in self.folder.glob("bits-*"):
             if old.name != f"bits-{image.schema.root([])[:16]}":
                 old.unlink(missing_ok=True)
+
+
+def _take_room(path: Path, size: int) -> None:
+    """Bring a file to a size whose every block is there: a full disk is an error now, and not a signal at a later write."""
+    with open(path, "a+b") as file:
+        # Asked first, as an allocation that fails half way keeps what it got.
+        if size - os.fstat(file.fileno()).st_blocks * 512 > shutil.disk_usage(path).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(file.fileno(), 0, size)
+        os.ftruncate(file.fileno(), size)
 
 
 def _layout(schema: Schema) -> tuple[dict[str, int], int]:

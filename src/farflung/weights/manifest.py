@@ -22,11 +22,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from farflung.core.errors import BadInput, Corrupt
-from farflung.weights.store import Missing, Store, check_key
+from farflung.weights.store import Missing, Store, check_name
 from farflung.weights.strict import count, items, loads, need, sha256, strict_object
 
 FORMAT = 2
 MAX_MANIFEST = 64 << 20
+MAX_OBJECT = 256 << 20
+"""What a schema or a delta object may take: four times the bits that one object stands for (``schema.PIECE_BYTES``)."""
+
+
+class Gone(Corrupt):
+    """An object that a manifest names is not there: it was lost, or pruned after the manifest was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +113,7 @@ class Manifest:
             anchored = None if data["anchored"] is None else _ref(data["anchored"])
             need((anchored is None) == (version == 0), f"version {version} has {anchored} as its anchored version")
             need(anchored is None or anchored.version < version, f"version {version} has {anchored} before it")
-            streams = {check_format(name): _stream(item, version) for name, item in items(data["streams"])}
+            streams = {check_name(name, "stream"): _stream(item, version) for name, item in items(data["streams"])}
             need(bool(streams), "it has no stream")
             need(isinstance(data["run"], str), f"run {data['run']!r}")
             return Manifest(data["run"], version, ancestors, anchored, streams)
@@ -173,6 +179,8 @@ class Seal:
     """Signs and checks with the run's key; without a key nothing is signed, and signatures are not looked at."""
 
     def __init__(self, key: bytes | None) -> None:
+        if key is not None and not key:
+            raise BadInput("the run's key is empty", mend="give a secret, or no key at all")
         self._key = key
 
     def sign(self, body: bytes) -> bytes:
@@ -212,20 +220,6 @@ def pointer_key(run: str) -> str:
     return f"{run}/latest"
 
 
-def check_run(run: str) -> str:
-    """Returns the run's id. Raises BadInput for one that is not a single key segment."""
-    if "/" in run:
-        raise BadInput(f"{run!r} is not a run's id", mend="a run's id has no '/'")
-    return check_key(run)
-
-
-def check_format(name: str) -> str:
-    """Returns a stream's name. Raises BadInput for one that is not a single key segment."""
-    if "/" in name:
-        raise BadInput(f"{name!r} is not a stream's name", mend="it has no '/'")
-    return check_key(name)
-
-
 def encode_pointer(ref: Ref) -> bytes:
     return json.dumps({"version": ref.version, "manifest": ref.sha256}, separators=(",", ":")).encode()
 
@@ -245,9 +239,12 @@ def name_part(raw: bytes) -> Part:
 
 
 def read_part(store: Store, run: str, part: Part) -> bytes:
-    """Fetch and verify an object. Raises Missing, and Corrupt naming it when its bytes are not those it is named by."""
+    """Fetch and verify an object. Raises Gone, and Corrupt naming it when its bytes are not those it is named by."""
     key = object_key(run, part)
-    raw = store.get(key, part.nbytes)
+    try:
+        raw = store.get(key, part.nbytes)
+    except Missing:
+        raise Gone("a version needs it and it is not there", where=f"object {key}") from None
     if len(raw) != part.nbytes:
         raise Corrupt(f"it has {len(raw)} of its {part.nbytes} bytes", where=f"object {key}")
     if hashlib.sha256(raw).hexdigest() != part.sha256:
@@ -316,7 +313,8 @@ def _parts(value: Any) -> tuple[Part, ...]:
 
 def _part(item: Any) -> Part:
     name, size = item
-    return Part(sha256(name), count(size))
+    need(count(size) <= MAX_OBJECT, f"an object of {size} bytes; at most {MAX_OBJECT}")
+    return Part(sha256(name), size)
 
 
 def _ref(item: Any) -> Ref:

@@ -27,10 +27,11 @@ from farflung.weights.manifest import (
     pointer_key,
     strides,
 )
-from farflung.weights.ranks import Alone, Ranks, together
+from farflung.weights.ranks import ALONE, Ranks, together
 from farflung.weights.schema import Schema
 from farflung.weights.store import Conflict, Missing, Store
 from farflung.weights.streams import (
+    NATIVE,
     Section,
     Shard,
     Snapshot,
@@ -117,7 +118,7 @@ class Publisher:
         anchor_every: int = 50,
         key: bytes | None = None,
         threads: int = THREADS,
-        ranks: Ranks | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         if anchor_every < 1:
             raise BadInput(f"anchor_every is {anchor_every}; at least 1 is needed")
@@ -130,7 +131,7 @@ class Publisher:
         self._selection = Selection(tuple(exclude))
         self._anchor_every = anchor_every
         self._threads = threads
-        self._ranks: Ranks = ranks or Alone()
+        self._ranks = ranks
         self._base: _Base | None = None
         self._stored = 0.0
 
@@ -163,7 +164,8 @@ class Publisher:
 
     def snapshot(self, weights: Mapping[str, Tensor | Shard]) -> Snapshot:
         """A copy of the weights to publish later, while training goes on."""
-        return Snapshot.of(weights, native="native" in self.formats)
+        native = NATIVE in self.formats
+        return Snapshot.of(weights, native=native, selection=None if native else self._selection)
 
     def publish(self, version: int, weights: Mapping[str, Tensor | Shard] | Snapshot) -> Published:
         """Publish the version after the last one; the last one again is fine if it has the same bytes.

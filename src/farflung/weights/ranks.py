@@ -36,6 +36,9 @@ class Alone:
         return [data]
 
 
+ALONE = Alone()
+
+
 def together(ranks: Ranks, work: Callable[[], T]) -> list[T]:
     """Every rank's result, which is plain JSON data. What one rank meets, all raise, so that none waits for it."""
     if ranks.size == 1:

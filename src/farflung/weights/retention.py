@@ -7,15 +7,20 @@ a lease is, the store's own clock says.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from farflung.core.errors import BadInput, Corrupt
 from farflung.weights.history import History, Version
-from farflung.weights.manifest import check_run, object_key, read_jump
-from farflung.weights.store import Missing, Store, check_key
+from farflung.weights.manifest import object_key, read_jump
+from farflung.weights.store import Missing, Store, check_name
 from farflung.weights.strict import count, loads, need
+
+_MANIFEST = re.compile(r"manifests/([0-9]{8,15})-[0-9a-f]{64}")
+_JUMP = re.compile(r"jumps/([^/]+)/([0-9]{8,15})-([0-9]{1,15})")
+_LEASE = re.compile(r"leases/([^/]+)")
 
 RENEW_SECONDS = 60.0
 LIVE_SECONDS = 600.0
@@ -26,10 +31,8 @@ class Lease:
     """One subscriber's word about what it holds. For the thread that fetches and the one that looks."""
 
     def __init__(self, store: Store, run: str, name: str) -> None:
-        if "/" in name:
-            raise BadInput(f"{name!r} is not a subscriber's name", mend="it has no '/'")
         self._store = store
-        self._key = f"{check_run(run)}/leases/{check_key(name)}"
+        self._key = f"{run}/leases/{check_name(name, 'subscriber')}"
         self._version: int | None = None
         self._written = 0.0
 
@@ -84,25 +87,28 @@ def prune(history: History, keep: int, *, live_seconds: float = LIVE_SECONDS) ->
     if keep < 1:
         raise BadInput(f"cannot keep {keep} versions", where=f"run {history.run}", mend="keep at least 1")
     store, run = history.store, history.run
+    # What is there is listed before it is read what is needed: whatever comes to be needed later is not in the list.
+    names, versions, objects, leases = store.ages(run), 0, 0, 0
+    live = held(store, run, live_seconds)
+    history.forget()
     newest = history.newest()
     if newest is None:
         return Removed(0, 0, 0, 0)
-    live = held(store, run, live_seconds)
     lowest = min([max(0, newest.number - keep + 1), *live.values()])
     floor = _whole_below(history, newest, lowest)
     kept = {key for version in _down(history, newest) if version.number >= floor for key in _objects(run, version)}
-    names, versions, objects, leases = store.ages(run), 0, 0, 0
     for key in sorted(names):
-        folder, _, name = key.removeprefix(f"{run}/").rpartition("/")
-        if folder == "manifests" and _number(name) < floor:
+        name = key.removeprefix(f"{run}/")
+        if (found := _MANIFEST.fullmatch(name)) and int(found[1]) < floor:
             store.delete(key)
             versions += 1
-        elif folder.startswith("jumps/") and _number(name) - int(name.rpartition("-")[2]) < floor:
-            store.delete(key)
-        elif folder.startswith("jumps/"):
-            format, (number, _, span) = folder.removeprefix("jumps/"), name.partition("-")
-            kept |= _jump_objects(history, format, int(number), int(span))
-        elif folder == "leases" and name not in live:
+        elif found := _JUMP.fullmatch(name):
+            format, number, span = found[1], int(found[2]), int(found[3])
+            if number - span < floor:
+                store.delete(key)
+            else:
+                kept |= _jump_objects(history, format, number, span)
+        elif (found := _LEASE.fullmatch(name)) and found[1] not in live and names[key] > live_seconds:
             store.delete(key)
             leases += 1
     for key, age in names.items():
@@ -143,9 +149,3 @@ def _objects(run: str, version: Version) -> Iterator[str]:
 def _jump_objects(history: History, format: str, number: int, span: int) -> set[str]:
     jump = read_jump(history.store, history.run, format, number, span, history.seal)
     return set() if jump is None else {object_key(history.run, part) for part in jump.delta}
-
-
-def _number(name: str) -> int:
-    """The version that a manifest's or a jump's name begins with."""
-    head = name.partition("-")[0]
-    return int(head) if head.isascii() and head.isdigit() else 1 << 62

@@ -20,7 +20,6 @@ from farflung.weights.strict import count, items, loads, need, strict_object
 FORMAT = 2
 PIECE_BYTES = 64 << 20
 """The most that one piece takes, and what the pieces of one object take together."""
-MAX_SCHEMA = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +148,7 @@ def _parse(data: dict[str, Any]) -> Schema:
 def _tensor(name: str, item: Any) -> TensorType:
     kind, shape = item
     need(kind in ELEMENT_TYPES, f"tensor {name!r} has type {kind!r}")
+    need(isinstance(shape, list), f"tensor {name!r} has shape {shape!r}")
     tensor = TensorType(ELEMENT_TYPES[kind], tuple(count(n) for n in shape))
     need(len(tensor.shape) <= 32 and tensor.size < 1 << 48, f"tensor {name!r} has shape {shape}")
     return tensor

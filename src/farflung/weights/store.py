@@ -111,6 +111,14 @@ def check_key(key: str) -> str:
     return key
 
 
+def check_name(name: str, what: str) -> str:
+    """Returns the name, of ``what``. Raises BadInput for one that is not a single segment of a key."""
+    if not _SEGMENT.fullmatch(name):
+        mend = "use letters, digits, '_', '-' and '.', and begin with neither dot nor dash"
+        raise BadInput(f"{name!r} is not the name of a {what}", mend=mend)
+    return name
+
+
 def check_pointer(key: str, value: bytes) -> str:
     """Returns the key. Raises BadInput for one that is no key, or a value too large for a pointer or a note."""
     if len(value) > MAX_POINTER:

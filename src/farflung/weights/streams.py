@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
@@ -18,7 +19,7 @@ from farflung.core.errors import BadInput
 from farflung.core.sampling import WeightFormat
 from farflung.formats.selection import Selection
 from farflung.weights.elements import ELEMENT_TYPES, Bits, element_type, from_bits, to_bits
-from farflung.weights.ranks import Ranks, together
+from farflung.weights.ranks import ALONE, Ranks, together
 from farflung.weights.schema import Piece, Schema, TensorType, cut
 
 if TYPE_CHECKING:
@@ -94,11 +95,14 @@ class Snapshot:
     tied: Mapping[str, str]
 
     @staticmethod
-    def of(weights: Mapping[str, Tensor | Shard], *, native: bool = False) -> Snapshot:
+    def of(
+        weights: Mapping[str, Tensor | Shard], *, native: bool = False, selection: Selection | None = None
+    ) -> Snapshot:
         """A copy: BF16, rounded to nearest even, or with ``native`` each tensor in its own type.
 
-        Tensors that lie in the same memory are tied: the first name has the bits. Raises BadInput for no tensors and for
-        types that are not published.
+        Tensors that lie in the same memory are tied: the first name has the bits. Those that ``selection`` takes are not,
+        as each has scales under its own name. Raises BadInput for no tensors, for types that are not published, and for
+        a shard that does not lie in its tensor.
         """
         if not weights:
             raise BadInput("there are no tensors to publish")
@@ -106,13 +110,13 @@ class Snapshot:
         tied: dict[str, str] = {}
         first: dict[tuple[object, ...], str] = {}
         for name, given in weights.items():
-            shard = given if isinstance(given, Shard) else Shard.of(name, given)
+            shard = _checked(given, name) if isinstance(given, Shard) else Shard.of(name, given)
             if shard is None:
                 continue
             tensor, start, shape = shard.rows, shard.start, shard.shape
             memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            owner = first.setdefault(memory, name) if tensor.numel() else name
-            if owner != name:
+            alone = not tensor.numel() or (selection is not None and selection.takes(name))
+            if not alone and (owner := first.setdefault(memory, name)) != name:
                 tied[name] = owner
                 continue
             runs[name] = _copy(tensor, shape, start * math.prod(shape[1:]), native, f"tensor {name}")
@@ -136,7 +140,11 @@ class Section:
 
 
 def sections(
-    snapshot: Snapshot, formats: Sequence[str], selection: Selection, before: Mapping[str, Section], ranks: Ranks
+    snapshot: Snapshot,
+    formats: Sequence[str],
+    selection: Selection,
+    before: Mapping[str, Section],
+    ranks: Ranks = ALONE,
 ) -> dict[str, Section]:
     """The snapshot in every format. ``before``: the last version's sections, whose scales are kept where they still fit.
 
@@ -171,6 +179,13 @@ def check_formats(formats: Sequence[str]) -> tuple[str, ...]:
         mend = f"one or more of {', '.join(f for f in FORMATS if f != NATIVE)}, each once, or {NATIVE} alone"
         raise BadInput(f"cannot publish in {', '.join(formats) or 'no format'}", where="formats", mend=mend)
     return tuple(formats)
+
+
+def _checked(shard: Shard, name: str) -> Shard:
+    rows, shape = tuple(shard.rows.shape), shard.shape
+    if not shape or rows[1:] != shape[1:] or not 0 <= shard.start <= shard.start + rows[0] <= shape[0]:
+        raise BadInput(f"rows of shape {rows} from {shard.start} on are no part of {shape}", where=f"tensor {name}")
+    return shard
 
 
 def _copy(tensor: Tensor, shape: tuple[int, ...], start: int, native: bool, where: str) -> Run:
@@ -242,17 +257,21 @@ def _quantised(
         return FP8_BLOCK if key.endswith("_scale_inv") else 1
 
     chosen = next(f for f in get_args(WeightFormat) if f == format)
-    last_form = None
-    if name in like:
-        keys = [name + suffix for suffix in SUFFIXES if name + suffix in like]
+    keys = [
+        key
+        for s in SUFFIXES
+        if (key := name + s) in like and like[key].type.shape[:1] in ((), (-(-rows // height(key)),))
+    ]
+    before = None
+    with suppress(BadInput):  # it is new, or had another shape, or was not quantised
         held = {key: _rows(like[key], first // height(key), -(-last // height(key))) for key in keys}
         if matrix is not None and matrix.before is not None:
             held[f"{name}_scale_2"] = torch.tensor(matrix.before, dtype=torch.float32)
-        last_form = from_tensors(held, name, chosen, last - first, columns)
+        before = from_tensors(held, name, chosen, last - first, columns)
     weight = from_bits(run.bits, BF16, (last - first, columns))
     largest = None if matrix is None else matrix.largest
     found: dict[str, Run] = {}
-    for key, tensor in to_tensors(name, quantise(weight, chosen, name=name, like=last_form, largest=largest)).items():
+    for key, tensor in to_tensors(name, quantise(weight, chosen, name=name, like=before, largest=largest)).items():
         packed = key == name and format in ("mxfp4", "nvfp4")
         kind = element_type(tensor, where=f"tensor {key}", packed=packed)
         if not tensor.ndim:
@@ -276,8 +295,12 @@ def _rows(run: Run, first: int, last: int) -> Tensor:
 
 
 def schema_of(parts: Sequence[Section], tied: Mapping[str, str]) -> Schema:
-    """The schema of sections that one process holds whole."""
-    types = {name: run.type for section in parts for name, run in section.runs.items()}
+    """The schema of sections that one process holds whole. Raises BadInput for a tensor of which it holds a part."""
+    runs = {name: run for section in parts for name, run in section.runs.items()}
+    for name, run in runs.items():
+        if run.size != run.type.size:
+            raise BadInput(f"{run.size} of its {run.type.size} elements are here", where=f"tensor {name}")
+    types = {name: run.type for name, run in runs.items()}
     return Schema(types, tuple(piece for section in parts for piece in section.pieces), tied)
 
 

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from farflung.core.errors import Corrupt
+from farflung.weights import changes as sparse
 from farflung.weights import delta
 from farflung.weights.changes import Changes, Positions
-from farflung.weights.delta import Change, Dense, Whole
-from farflung.weights.elements import ElementType, digest
+from farflung.weights.delta import Change, Content, Dense, Whole
+from farflung.weights.elements import digest
 from farflung.weights.history import History, Link, Version
 from farflung.weights.image import Folder, Image, Room
 from farflung.weights.manifest import Part, Seal, object_key, read_part
 from farflung.weights.retention import Lease
-from farflung.weights.schema import Schema
+from farflung.weights.schema import Piece, Schema
 from farflung.weights.store import Missing, Store
 
 if TYPE_CHECKING:
@@ -29,15 +30,13 @@ if TYPE_CHECKING:
 
 THREADS = 2
 
-Contents = dict[int, list[Changes | Dense | Whole]]
-
 
 @dataclass(frozen=True, slots=True)
 class Update:
     """A version, verified. ``tensors`` by every name they were published under, over memory that the next ``fetch`` changes.
 
-    ``changed``: flat positions, rising, of the elements that differ from the version before in this subscriber's hands, for
-    tensors with any; None when most is new. ``bytes``: what was fetched for it. Seconds to stage (fetch and decode) and
+    ``changed``: flat positions, rising, of the elements that differ from what this subscriber handed out before, for tensors
+    with any; None when it handed out nothing, when more than a quarter may differ, and when tensors came whole. ``bytes``: what was fetched for it. Seconds to stage (fetch and decode) and
     to apply (and hash).
     """
 
@@ -76,21 +75,20 @@ class Subscriber:
         self._lease = None if name is None else Lease(store, self._history.run, name)
         self._threads = threads
         self._image: Image | None = None
-        self._version: int | None = None
-        self._torn: set[int] = set()
+        self._handed: str | None = None
         self._fetched = self._links = 0
-        self._opened = folder is None
+        self._opened = False
         self._fetching = threading.Lock()
 
     @property
     def version(self) -> int | None:
         """The version that it holds, whole and verified."""
-        return None if self._torn else self._version
+        return None if (image := self.image) is None else image.version
 
     @property
     def image(self) -> Image | None:
         """What it holds, whole and verified."""
-        return None if self._torn else self._image
+        return None if self._image is None or self._image.torn else self._image
 
     def newest(self) -> int | None:
         """The newest published version, None before the first. Raises Corrupt for a bad or rewound pointer."""
@@ -106,149 +104,161 @@ class Subscriber:
         and tensor for bytes that do not verify.
         """
         with self._fetching:
-            began, self._fetched, self._links = time.monotonic(), 0, 0
             self._open()
-            wanted = self._history.find(version)
-            root = wanted.stream(self.format).root
-            image, staged = self._image, began
-            changed: dict[str, Positions] | None = None if self._torn else {}
-            if image is None or image.root != root:
-                way = None if image is None else self._way(image, wanted)
-                if image is None or way is None:
-                    image = self._image = self._join(wanted)
-                    changed, staged = None, time.monotonic()
-                else:
-                    links, backwards = way
-                    work = self._stage(links, image.schema)
-                    staged = time.monotonic()
-                    changed = self._advance(image, work, root, backwards=backwards)
-                self._version = version
-            if self._torn:
-                self._repair(image, wanted)
-                changed = None
-            self._version = version
-            self._room.save(version, image)
-            if self._lease is not None:
-                self._lease.hold(version)
-            spent = staged - began, time.monotonic() - staged
-            return Update(version, image.tensors(), changed, self._fetched, self._links, *spent)
+            return self._history.afresh(lambda: self._fetch(version))
+
+    def _fetch(self, version: int) -> Update:
+        began, self._fetched, self._links = time.monotonic(), 0, 0
+        wanted = self._history.find(version)
+        root = wanted.stream(self.format).root
+        image, staged = self._image, began
+        # What changed is told against what was handed out last, which a fetch that failed since may have moved on from.
+        known = image is not None and not image.torn and image.root == self._handed
+        changes: Mapping[int, Change] | None = {}
+        if image is None or image.root != root:
+            changes = None if image is None else self._changes(image, wanted)
+            if image is None or changes is None:
+                image, staged = self._join(wanted), time.monotonic()
+            else:
+                staged = time.monotonic()
+                self._apply(image, changes, root, backwards=version < image.version)
+        image.version = version
+        if image.torn:
+            self._repair(image, wanted)
+            changes = None
+        changed = _positions(image.schema, changes) if known and changes is not None else None
+        self._room.save(image)
+        self._handed = root
+        if self._lease is not None:
+            self._lease.hold(version)
+        spent = staged - began, time.monotonic() - staged
+        return Update(version, image.tensors(), changed, self._fetched, self._links, *spent)
 
     def _open(self) -> None:
         """What an earlier process left, its pieces hashed: which are torn is known before anything is planned."""
-        if self._opened:
-            return
-        if (left := self._room.load()) is not None:
-            self._version, _, image = left
-            self._torn = set(self._differing(image, range(len(image.schema.pieces))))
-            self._image = image
-        self._opened = True
+        if not self._opened:
+            self._image = self._room.load()
+            if self._image is not None:
+                self._image.torn = set(self._differing(self._image, self._image.torn))
+            self._opened = True
 
-    def _way(self, image: Image, wanted: Version) -> tuple[Sequence[Link], bool] | None:
-        """Links from what is held, and whether they are gone backwards; None where an anchor is the cheaper start."""
-        held = self._version
-        if held is None:
+    def _changes(self, image: Image, wanted: Version) -> Mapping[int, Change] | None:
+        """What makes the image the wanted version, staged; None where an anchor is the cheaper start, or the only one."""
+        backwards = image.version > wanted.number
+        links = None if backwards and image.torn else self._way(image, wanted, backwards=backwards)
+        if links is None:
             return None
-        backwards = held > wanted.number
-        upper = self._history.find(held) if backwards else wanted
-        links = self._history.links(min(held, wanted.number), upper, self.format)
-        if links is None or (links and image.root != (links[-1].root if backwards else links[0].before)):
+        changes = self._stage(links, image.schema)
+        if not backwards:
+            return changes
+        # An object has hashes of what it leads to, and none of what it came from: only sound bits can be taken back.
+        whole = any(isinstance(change.content, Whole) for change in changes.values())
+        if whole or self._differing(image, changes):
+            return None
+        inverse = {n: delta.invert(change.content, image.schema.pieces[n].kind) for n, change in changes.items()}
+        return {n: Change(n, b"", content) for n, content in inverse.items()}
+
+    def _way(self, image: Image, wanted: Version, *, backwards: bool) -> Sequence[Link] | None:
+        """Links between what is held and what is wanted."""
+        try:
+            upper = self._history.find(image.version) if backwards else wanted
+        except Missing:
+            return None  # it is of a run that the store knows no more, or was pruned
+        links = self._history.links(min(image.version, wanted.number), upper, self.format)
+        if not links or image.root != (links[-1].root if backwards else links[0].before):
             return None
         if backwards:
-            return links, True
+            return links
         anchored = self._history.anchored(wanted, self.format)
-        if anchored is not None and anchored.number > held:
+        if anchored is not None and anchored.number > image.version:
             rest = self._history.links(anchored.number, wanted, self.format)
             whole = sum(part.nbytes for part in anchored.stream(self.format).anchor)
             if rest is not None and whole + sum(link.nbytes for link in rest) < sum(link.nbytes for link in links):
                 return None
-        return links, False
+        return links
 
-    def _join(self, wanted: Version) -> Image:
-        """From an anchor, whole, and on over links. What is held stays until it is done, unless its room is needed."""
+    def _anchored(self, wanted: Version) -> tuple[Version, Sequence[Link]]:
+        """The anchor that a version is made from, and the way on from there."""
         anchored = self._history.anchored(wanted, self.format)
         links = None if anchored is None else self._history.links(anchored.number, wanted, self.format)
         if anchored is None or links is None:
             raise Missing(f"version {wanted.number} was pruned", where=f"run {self._history.run}")
+        return anchored, links
+
+    def _join(self, wanted: Version) -> Image:
+        """From an anchor, whole, and on over links. What is held stays until it is done, unless its room is needed."""
+        anchored, links = self._anchored(wanted)
         if self._lease is not None:
             self._lease.hold(anchored.number)
         stream = anchored.stream(self.format)
         schema = self._schema(stream.schema)
-        image = Image.empty(schema, self._room)
+        arrays = self._room.arrays(schema)
         if self._room.shared:
-            self._image, self._torn = None, set()
-        missing = set(range(len(schema.pieces)))
+            self._image = None
+        image = Image(anchored.number, schema, arrays, [b""] * len(schema.pieces))
         for change in self._decoded(stream.anchor, schema):
             if not isinstance(change.content, Whole):
-                raise Corrupt("it holds a change, not the tensor", where=self._place(wanted, schema, change.piece))
+                raise Corrupt("it holds a change, not the tensor", where=self._place(anchored, schema, change.piece))
             delta.apply(image.piece(change.piece), change.content, schema.pieces[change.piece].kind)
             image.hashes[change.piece] = change.after
-            missing.discard(change.piece)
-        if missing:
-            raise Corrupt("no object holds it", where=self._place(anchored, schema, min(missing)))
+        if missing := [number for number, hash in enumerate(image.hashes) if not hash]:
+            raise Corrupt("no object holds it", where=self._place(anchored, schema, missing[0]))
         if image.root != stream.root:
             raise Corrupt("its tensors are not those published", where=f"{self.format} of version {anchored.number}")
         if odd := self._differing(image, range(len(schema.pieces))):
             raise Corrupt("it does not have the published hash", where=self._place(anchored, schema, odd[0]))
         if links:
-            self._advance(image, self._stage(links, schema), wanted.stream(self.format).root)
+            self._apply(image, self._stage(links, schema), wanted.stream(self.format).root)
+        self._image = image
         return image
 
-    def _stage(self, links: Sequence[Link], schema: Schema) -> list[list[Change]]:
-        """Every link's changes, fetched, decoded and checked as far as that goes without the bits they are for."""
-        work: list[list[Change]] = []
+    def _stage(self, links: Sequence[Link], schema: Schema) -> dict[int, Change]:
+        """What becomes of each piece over all links, fetched, decoded and checked as far as that goes without its bits."""
+        staged: dict[int, Change] = {}
         self._links += len(links)
         for link in links:
-            changes = list(self._decoded(link.parts, schema))
-            if len({change.piece for change in changes}) < len(changes):
-                raise Corrupt("two objects hold the same piece", where=f"{self.format} of version {link.stop}")
-            work.append(changes)
-        return work
+            seen: set[int] = set()
+            for change in self._decoded(link.parts, schema):
+                if change.piece in seen:
+                    raise Corrupt("two objects hold the same piece", where=f"{self.format} of version {link.stop}")
+                seen.add(change.piece)
+                before, kind = staged.get(change.piece), schema.pieces[change.piece].kind
+                staged[change.piece] = change if before is None else delta.fold(before, change, kind)
+        return staged
 
-    def _advance(
-        self, image: Image, work: Sequence[Sequence[Change]], root: str, *, backwards: bool = False
-    ) -> dict[str, Positions] | None:
-        """Apply changes in place. Forwards, the hashes of every piece are settled first: they must give the root.
+    def _apply(self, image: Image, changes: Mapping[int, Change], root: str, *, backwards: bool = False) -> None:
+        """Apply changes in place; pieces that come out wrong are torn, and so are all of them for as long as it lasts.
 
-        Pieces whose bits are not as they should be afterwards are torn.
+        Forwards, the hashes are known and settled first: they must give the root. Backwards they are found.
         """
-        contents: Contents = {}
         hashes = list(image.hashes)
-        for change in (change for changes in work for change in changes):
-            contents.setdefault(change.piece, []).append(change.content)
-            hashes[change.piece] = change.after
+        for number, change in changes.items():
+            hashes[number] = change.after
         if not backwards and image.schema.root(hashes) != root:
             raise Corrupt("the changes do not lead to the published weights", where=f"{self.format}, root {root}")
-        torn = self._torn
-        self._torn = torn | set(contents)
+        sound = [number for number in changes if number not in image.torn]
+        image.torn |= set(changes)
 
-        def settle(number: int) -> bool:
-            kind, bits = image.schema.pieces[number].kind, image.piece(number)
-            steps = contents[number]
-            for content in _inverses(steps, kind) if backwards else steps:
-                delta.apply(bits, content, kind)
-            found = digest(bits)
-            if backwards:
-                hashes[number] = found
-            return found == hashes[number]
+        def settle(number: int) -> bytes:
+            delta.apply(image.piece(number), changes[number].content, image.schema.pieces[number].kind)
+            return digest(image.piece(number))
 
-        pieces = [number for number in contents if number not in torn]
         with ThreadPoolExecutor(self._threads) as pool:
-            right = dict(zip(pieces, pool.map(settle, pieces), strict=True))
+            found = dict(zip(sound, pool.map(settle, sound), strict=True))
+        if backwards:
+            for number in sound:
+                hashes[number] = found[number]
+            if image.schema.root(hashes) != root:
+                raise Corrupt(
+                    "the changes do not lead back to the published weights", where=f"{self.format}, root {root}"
+                )
         image.hashes = hashes
-        self._torn = torn | {number for number in pieces if not right[number]}
-        if image.root != root:
-            raise Corrupt("the changes do not lead back to the published weights", where=f"{self.format}, root {root}")
-        return _positions(image.schema, contents)
+        image.torn -= {number for number in sound if found[number] == hashes[number]}
 
     def _repair(self, image: Image, wanted: Version) -> None:
         """Torn pieces whose bits are right after all stay; the others are made again, from the anchor."""
-        odd = self._differing(image, sorted(self._torn))
-        if odd:
-            anchored = self._history.anchored(wanted, self.format)
-            links = None if anchored is None else self._history.links(anchored.number, wanted, self.format)
-            place = self._place(wanted, image.schema, odd[0])
-            if anchored is None or links is None:
-                raise Missing("it is damaged here, and the version it came from was pruned", where=place)
+        if odd := self._differing(image, image.torn):
+            anchored, links = self._anchored(wanted)
             fresh = {number: np.zeros_like(image.piece(number)) for number in odd}
             for parts in (anchored.stream(self.format).anchor, *(link.parts for link in links)):
                 for change in self._decoded(parts, image.schema):
@@ -256,11 +266,10 @@ class Subscriber:
                         delta.apply(fresh[change.piece], change.content, image.schema.pieces[change.piece].kind)
             for number, bits in fresh.items():
                 if digest(bits) != image.hashes[number]:
-                    raise Corrupt(
-                        "it does not have the published hash", where=self._place(wanted, image.schema, number)
-                    )
+                    place = self._place(wanted, image.schema, number)
+                    raise Corrupt("it does not have the published hash", where=place)
                 image.piece(number)[...] = bits
-        self._torn = set()
+        image.torn = set()
 
     def _differing(self, image: Image, pieces: Iterable[int]) -> list[int]:
         """Those whose bits do not have the hash that they should have."""
@@ -273,12 +282,8 @@ class Subscriber:
         """The changes of objects, which are fetched and decoded a few at a time."""
 
         def read(part: Part) -> list[Change]:
-            where = f"object {object_key(self._history.run, part)}"
-            try:
-                raw = read_part(self._store, self._history.run, part)
-            except Missing:
-                raise Corrupt("a version needs it and it is not there", where=where) from None
-            return delta.decode(raw, schema, where=where)
+            raw = read_part(self._store, self._history.run, part)
+            return delta.decode(raw, schema, where=f"object {object_key(self._history.run, part)}")
 
         with ThreadPoolExecutor(self._threads) as pool:
             for at in range(0, len(parts), self._threads):
@@ -296,19 +301,25 @@ class Subscriber:
         return f"{self.format} of version {version.number}, tensor {schema.pieces[piece].tensor}"
 
 
-def _inverses(contents: Sequence[Changes | Dense | Whole], kind: ElementType) -> list[Changes | Dense | Whole]:
-    """What takes them back, last first."""
-    return [delta.invert(content, kind) for content in reversed(contents)]
-
-
-def _positions(schema: Schema, contents: Contents) -> dict[str, Positions] | None:
-    """Which elements of each tensor changed; None where some came whole or most of them changed."""
+def _positions(schema: Schema, changes: Mapping[int, Change]) -> dict[str, Positions] | None:
+    """Which elements of each tensor changed; None where a piece came whole, or most is new."""
+    total = sum(piece.size for piece in schema.pieces)
+    if sum(_count(change.content, schema.pieces[n]) for n, change in changes.items()) > delta.DENSE_SHARE * total:
+        return None
     found: dict[str, list[Positions]] = {}
-    for number in sorted(contents):
+    for number in sorted(changes):
         piece = schema.pieces[number]
-        positions = [c.positions for c in contents[number] if isinstance(c, Changes)]
-        if len(positions) < len(contents[number]):
-            return None
-        joined = positions[0] if len(positions) == 1 else np.unique(np.concatenate(positions))
-        found.setdefault(piece.tensor, []).append(joined + piece.start)
+        match changes[number].content:
+            case Changes(positions):
+                at = positions
+            case Dense(steps):
+                at = sparse.find(np.zeros_like(steps), steps, piece.kind).positions
+            case Whole():
+                return None
+        if len(at):
+            found.setdefault(piece.tensor, []).append(at + piece.start)
     return {tensor: np.concatenate(parts) for tensor, parts in found.items()}
+
+
+def _count(content: Content, piece: Piece) -> int:
+    return len(content) if isinstance(content, Changes) else piece.size
