@@ -22,10 +22,23 @@ def test_the_command_line_is_the_options(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (options, token) == (ServeOptions(model="m"), "word")
     options, _ = parse(
         ["--model", "m", "--pool", "p", "--replica", "p-1", "--weights", "nvfp4", "--kv", "fp8", "--capacity", "8", "--store",
-         "s", "--run-id", "r", "--image", "i", "--join", "http://x", "--engine", "paced", "--tokens-per-second", "50", "--threads", "2"]
+         "s", "--run-id", "r", "--image", "i", "--small", "--join", "http://x", "--engine", "paced", "--tokens-per-second", "50", "--threads", "2"]
     )  # fmt: skip
     assert options == ServeOptions(
-        "m", "p", "p-1", "nvfp4", "fp8", "paced", 8, "s", "r", Path("i"), "http://x", tokens_per_second=50.0, threads=2
+        "m",
+        "p",
+        "p-1",
+        "nvfp4",
+        "fp8",
+        "paced",
+        8,
+        "s",
+        "r",
+        Path("i"),
+        True,
+        "http://x",
+        tokens_per_second=50.0,
+        threads=2,
     )
 
 

@@ -132,6 +132,9 @@ class WeightsConfig(Section):
     """A whole copy is stored every this many versions, for samplers that join."""
     levels: Annotated[int, Field(ge=0, le=20)] = 7
     """Deltas are folded into jumps of up to 2^levels versions, for samplers that are behind; 0 folds none."""
+    small: bool = False
+    """Store BF16 deltas a second time, in about a quarter fewer bytes that take longer to apply, for samplers behind slow
+    links (farflung serve --small)."""
     keep: Positive | None = None
     """Remove versions that are older than this many, unless a sampler still holds them. None: keep all."""
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class ServeOptions:
     """``replica`` must be different for every replica of a fleet. ``router`` is joined; ``advertise`` is this replica's
     URL as the router reaches it, where that is not the one it listens on. ``drain_seconds``: how long a stop waits for
-    the turns in flight. ``image``: a folder of this replica's own, where its weights stay for the next start. ``replay``: a folder of episode frames that the paced engine says again."""
+    the turns in flight. ``image``: a folder of this replica's own, where its weights stay for the next start; ``small``: fetch BF16 deltas in fewer bytes. ``replay``: a folder of episode frames that the paced engine says again."""
 
     model: str
     pool: str = "default"
@@ -43,6 +43,7 @@ class ServeOptions:
     store: str | None = None
     run_id: str | None = None
     image: Path | None = None
+    small: bool = False
     router: str | None = None
     advertise: str | None = None
     host: str = "127.0.0.1"
@@ -129,6 +130,7 @@ def _weights(options: ServeOptions, replica: str, token: str) -> WeightsSource |
         key=derive_key(token),
         folder=options.image,
         name=replica,
+        small=options.small,
     )
     return _PointerOnly(subscriber) if options.engine == "paced" else subscriber
 
@@ -165,6 +167,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ServeOptions, str]:
     add("--store", help="the run's weight store: a folder, s3://..., gs://..., az://..., or http://... of a mirror")
     add("--run-id", help="the run whose versions are followed")
     add("--image", type=Path, metavar="FOLDER", help="keep the weights in this folder of its own, for the next start")
+    add(
+        "--small", action="store_true", help="fetch deltas in fewer bytes, where the run publishes such (weights.small)"
+    )
     add("--join", dest="router", metavar="URL", help="the router to join")
     add("--advertise", metavar="URL", help="this replica's URL as the router reaches it")
     add("--host", default=d.host)

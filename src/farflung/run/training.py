@@ -70,6 +70,7 @@ def train(client: RunClient, facts: Mapping[str, Any], token: str, run_dir: Path
         formats=_formats(recipe),
         exclude=recipe.weights.exclude,
         anchor_every=recipe.weights.anchor_every,
+        small=recipe.weights.small,
         key=key,
     )
     if (published := publisher.resume()) is None:

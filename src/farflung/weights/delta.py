@@ -8,13 +8,17 @@ An object is a frame (``core/frame.py``) whose header is ``{"kind": "delta-2", "
     planes     of the changes of form 0 (``planes.py``), and for forms 1 and 2 dense1.0, whole2.1 ...: all elements of
                the pieces of that form and that width in bytes, by byte of an item, lowest first
 
+    classes    per piece of form 3: elements and changes of each class (uint32, 16 and 16), and under 0.control, 15.low0 ...
+               the planes of each class
+
 Forms: 0 sparse, gaps and steps of the elements that changed; 1 dense, a step for every element, where more than a quarter
-changed; 2 whole, the bits themselves, for a piece without a base. 0 and 1 can be taken back and folded.
+changed; 2 whole, the bits themselves, for a piece without a base; 3 ranked, as 0, told of classes of old weights
+(``ranked.py``). 0 and 1 can be taken back and folded; 3 becomes 0 where the old weights are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,14 +27,16 @@ from farflung.core import frame
 from farflung.core.errors import BadInput, Corrupt
 from farflung.weights import changes as sparse
 from farflung.weights.changes import Changes
-from farflung.weights.elements import Bits, Bytes, ElementType, digest
-from farflung.weights.planes import Planes, compress, decompress, entropy_bytes, pack, unpack
+from farflung.weights.elements import ELEMENT_TYPES, Bits, Bytes, ElementType, digest
+from farflung.weights.planes import Planes, Span, compress, decompress, entropy_bytes, pack, unpack
+from farflung.weights.ranked import CLASSES, WORTH_SIZE, Ranked, place, rank
 from farflung.weights.schema import PIECE_BYTES, Piece, Schema
 
 KIND = "delta-2"
 DENSE_SHARE = 0.25
 HASH = 16
-SPARSE, DENSE, WHOLE = range(3)
+SPARSE, DENSE, WHOLE, RANKED = range(4)
+_BF16 = ELEMENT_TYPES["BF16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,7 @@ class Whole:
     bits: Bits
 
 
-Content = Changes | Dense | Whole
+Content = Changes | Dense | Whole | Ranked
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +88,19 @@ def compare(number: int, piece: Piece, before: Bits, after: Bits) -> Change | No
     return Change(number, hash, Dense(_difference(after, before, piece.kind)))
 
 
+def smaller(change: Change, piece: Piece, before: Bits) -> Change:
+    """The same in fewer bytes, for those who have the old bits; what cannot be told in fewer stays as it is."""
+    content = change.content
+    if isinstance(content, Changes) and piece.kind.name == "BF16" and piece.size >= WORTH_SIZE:
+        return Change(change.piece, change.after, rank(before, content))
+    return change
+
+
 def apply(array: Bits, content: Content, kind: ElementType) -> None:
-    """Bring a piece's bits to what they become, in place."""
+    """Bring a piece's bits to what they become, in place. Raises Corrupt for ranked changes of other bits."""
     match content:
+        case Ranked():
+            sparse.apply(array, place(array, content, "delta"), kind)
         case Changes():
             sparse.apply(array, content, kind)
         case Dense(steps):
@@ -94,14 +110,14 @@ def apply(array: Bits, content: Content, kind: ElementType) -> None:
 
 
 def invert(content: Content, kind: ElementType) -> Changes | Dense:
-    """What takes it back. Raises BadInput for a piece that came whole: what was there before is not known."""
+    """What takes it back. Raises BadInput for forms 2 and 3, which need what was there before."""
     match content:
         case Changes():
             return sparse.invert(content, kind)
         case Dense(steps):
             return Dense(_difference(np.zeros_like(steps), steps, kind))
-        case Whole():
-            raise BadInput("a piece that came whole cannot be taken back", where="delta")
+        case Whole() | Ranked():
+            raise BadInput("without the bits that were there before it cannot be taken back", where="delta")
 
 
 def fold(first: Change, second: Change, kind: ElementType) -> Change:
@@ -120,6 +136,7 @@ def encode(changes: Sequence[Change], schema: Schema) -> Encoded:
     spans = [p.span(n) for p, n, form in zip(pieces, counts, forms, strict=True) if form == SPARSE]
     planes, seen = pack(spans, found)
     bound = entropy_bytes(spans, seen)
+    planes |= _pack_ranked([c.content for c in changes if isinstance(c.content, Ranked)])
     for name, form in (("dense", DENSE), ("whole", WHOLE)):
         for width in (1, 2, 4):
             arrays = [_bits(c.content) for c, p in zip(changes, pieces, strict=True) if _takes(c, p, form, width)]
@@ -150,7 +167,8 @@ def decode(raw: bytes, schema: Schema, *, where: str) -> list[Change]:
     if (total := sum(piece.nbytes for piece in pieces)) > PIECE_BYTES:
         raise Corrupt(f"its pieces take {total} bytes; at most {PIECE_BYTES}", where=where)
     spans = [p.span(c) for p, form, c in zip(pieces, forms, counts, strict=True) if form == SPARSE]
-    found = iter(unpack(arrays, spans, where))
+    found: Iterator[Changes] = iter(unpack(arrays, spans, where))
+    ranked = iter(_unpack_ranked(arrays, [p for p, form in zip(pieces, forms, strict=True) if form == RANKED], where))
     take = Planes(arrays, where)
     values = {
         (form, width): _rows(
@@ -164,8 +182,8 @@ def decode(raw: bytes, schema: Schema, *, where: str) -> list[Change]:
     at = dict.fromkeys(values, 0)
     changes: list[Change] = []
     for number, piece, form, after in zip(numbers, pieces, forms, hashes, strict=True):
-        if form == SPARSE:
-            changes.append(Change(number, after, next(found)))
+        if form in (SPARSE, RANKED):
+            changes.append(Change(number, after, next(found) if form == SPARSE else next(ranked)))
             continue
         key, length = (form, piece.kind.dtype.itemsize), piece.items.stop - piece.items.start
         bits = values[key][at[key] : at[key] + length]
@@ -191,10 +209,47 @@ def _table(
         raise Corrupt(f"piece {numbers[-1]} of a schema of {len(schema.pieces)}", where=where)
     for number, form, count in zip(numbers, forms, counts, strict=True):
         piece = schema.pieces[number]
-        if form > WHOLE or count > piece.size or (form == WHOLE and count != piece.size):
+        odd = form > RANKED or (form == RANKED and piece.kind.name != "BF16")
+        if odd or count > piece.size or (form == WHOLE and count != piece.size):
             place = f"{where}, tensor {piece.tensor}"
             raise Corrupt(f"form {form} with {count} of {piece.size} elements", where=place)
     return numbers.tolist(), forms.tolist(), counts.tolist(), [hashes[HASH * i : HASH * (i + 1)] for i in range(n)]
+
+
+def _pack_ranked(found: Sequence[Ranked]) -> dict[str, Bytes]:
+    """Sizes and counts of the classes, and each class's planes."""
+    if not found:
+        return {}
+    table = np.array([[ranked.sizes, list(map(len, ranked.classes))] for ranked in found], "<u4")
+    planes = {"classes": compress(table.reshape(-1).view(np.uint8))}
+    for c in range(CLASSES):
+        spans = [Span(ranked.sizes[c], _BF16, len(ranked.classes[c])) for ranked in found]
+        packed, _ = pack(spans, [ranked.classes[c] for ranked in found])
+        planes |= {f"{c}.{name}": plane for name, plane in packed.items()}
+    return planes
+
+
+def _unpack_ranked(arrays: dict[str, Bytes], pieces: Sequence[Piece], where: str) -> list[Ranked]:
+    """The way back, checked as far as that goes without the old bits."""
+    if not pieces:
+        return []
+    if "classes" not in arrays:
+        raise Corrupt("its table of classes is missing", where=where)
+    n = len(pieces)
+    raw = decompress(arrays.pop("classes"), 8 * CLASSES * n, f"{where}, classes")
+    table = raw.view("<u4").reshape(n, 2, CLASSES).astype(np.int64)
+    for piece, (sizes, counts) in zip(pieces, table, strict=True):
+        if sizes.sum() != piece.size or (counts > sizes).any():
+            raise Corrupt("its classes do not make the piece", where=f"{where}, tensor {piece.tensor}")
+    by_class: list[list[Changes]] = []
+    for c in range(CLASSES):
+        own = {name: arrays.pop(name) for name in list(arrays) if name.startswith(f"{c}.")}
+        planes = {name.partition(".")[2]: plane for name, plane in own.items()}
+        by_class.append(unpack(planes, [Span(int(s[c]), _BF16, int(m[c])) for s, m in table], f"{where}, class {c}"))
+        if planes:
+            raise Corrupt(f"planes that are no part of the form: {sorted(planes)}", where=f"{where}, class {c}")
+    sizes = [tuple(row[0].tolist()) for row in table]
+    return [Ranked(sizes[i], tuple(changes[i] for changes in by_class)) for i in range(n)]
 
 
 def _rows(take: Planes, name: str, count: int, width: int) -> Bits:
@@ -213,6 +268,8 @@ def _difference(after: Bits, before: Bits, kind: ElementType) -> Bits:
 
 def _fold(first: Content, second: Content, kind: ElementType) -> Content:
     match first, second:
+        case (Ranked(), _) | (_, Ranked()):
+            raise BadInput("ranked changes are folded where the old bits are", where="delta")
         case _, Whole():
             return second
         case Changes(), Changes():
@@ -233,11 +290,11 @@ def _applied(array: Bits, content: Content, kind: ElementType) -> Bits:
 
 
 def _form(content: Content) -> int:
-    return SPARSE if isinstance(content, Changes) else DENSE if isinstance(content, Dense) else WHOLE
+    return {Changes: SPARSE, Dense: DENSE, Whole: WHOLE, Ranked: RANKED}[type(content)]
 
 
 def _bits(content: Content) -> Bits:
-    assert not isinstance(content, Changes)
+    assert isinstance(content, Dense | Whole)
     return content.steps if isinstance(content, Dense) else content.bits
 
 
@@ -252,7 +309,7 @@ def _items(piece: Piece, of: int, form: int, width: int) -> int:
 def _count(change: Change, piece: Piece) -> int:
     """Elements that changed; all of a whole piece."""
     match change.content:
-        case Changes():
+        case Changes() | Ranked():
             return len(change.content)
         case Dense(steps):
             halves = (steps & 15, steps >> 4) if piece.kind.bits == 4 else (steps,)

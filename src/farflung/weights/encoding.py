@@ -22,22 +22,24 @@ class Work:
     hashes: list[bytes]
     parts: list[Part] = field(default_factory=list)
     anchor: list[Part] = field(default_factory=list)
+    small: list[Part] = field(default_factory=list)
     changed: int = 0
     bound: float = 0.0
 
     def data(self) -> list[Any]:
         """As plain data, for the other ranks."""
-        parts, anchor = ([[part.sha256, part.nbytes] for part in parts] for parts in (self.parts, self.anchor))
-        return [[hash.hex() for hash in self.hashes], parts, anchor, self.changed, self.bound]
+        parts = [[[part.sha256, part.nbytes] for part in parts] for parts in (self.parts, self.anchor, self.small)]
+        return [[hash.hex() for hash in self.hashes], *parts, self.changed, self.bound]
 
     @staticmethod
     def of(ranks: Sequence[Sequence[Any]]) -> Work:
         """All ranks' work on a section, in the order of ranks."""
         work = Work([])
-        for hashes, parts, anchor, changed, bound in ranks:
+        for hashes, parts, anchor, small, changed, bound in ranks:
             work.hashes += [bytes.fromhex(hash) for hash in hashes]
             work.parts += [Part(*part) for part in parts]
             work.anchor += [Part(*part) for part in anchor]
+            work.small += [Part(*part) for part in small]
             work.changed += changed
             work.bound += bound
         return work
@@ -47,7 +49,8 @@ class Work:
 class Job:
     """A section, and what it was in the last version with the hashes of its pieces (None: it was not there).
 
-    Its pieces have the ``numbers`` in the schema. ``whole``: store all of them as they are, too.
+    Its pieces have the ``numbers`` in the schema. ``whole``: store all of them as they are, too; ``small``: and what changed in
+    fewer bytes.
     """
 
     section: Section
@@ -56,6 +59,7 @@ class Job:
     schema: Schema
     numbers: range
     whole: bool
+    small: bool = False
 
 
 def encode_section(job: Job, put: Callable[[bytes], Part], threads: int) -> Work:
@@ -63,7 +67,7 @@ def encode_section(job: Job, put: Callable[[bytes], Part], threads: int) -> Work
     section, before, schema, numbers = job.section, job.before, job.schema, job.numbers
     cut = list(groups(schema, numbers))
 
-    def delta_of(group: Sequence[int]) -> tuple[list[Change], Part | None, int, float]:
+    def delta_of(group: Sequence[int]) -> tuple[list[Change], Part | None, Part | None, int, float]:
         assert before is not None
         changes: list[Change] = []
         for number in group:
@@ -72,9 +76,13 @@ def encode_section(job: Job, put: Callable[[bytes], Part], threads: int) -> Work
             if change is not None:
                 changes.append(change)
         if not changes:
-            return [], None, 0, 0.0
-        encoded = delta.encode(changes, schema)
-        return changes, put(encoded.raw), encoded.changed, encoded.bound
+            return [], None, None, 0, 0.0
+        encoded, small = delta.encode(changes, schema), None
+        if job.small:
+            pieces = [(change, schema.pieces[change.piece]) for change in changes]
+            ranked = [delta.smaller(change, piece, before.bits(piece)) for change, piece in pieces]
+            small = put(delta.encode(ranked, schema).raw)
+        return changes, put(encoded.raw), small, encoded.changed, encoded.bound
 
     def whole_of(group: Sequence[int]) -> Part:
         changes = [Change(n, work.hashes[n - numbers.start], Whole(section.bits(schema.pieces[n]))) for n in group]
@@ -86,11 +94,13 @@ def encode_section(job: Job, put: Callable[[bytes], Part], threads: int) -> Work
             work = Work(list(pool.map(lambda piece: digest(section.bits(piece)), pieces)))
         else:
             work = Work(list(job.hashes))
-            for changes, part, changed, bound in pool.map(delta_of, cut):
+            for changes, part, small, changed, bound in pool.map(delta_of, cut):
                 for change in changes:
                     work.hashes[change.piece - numbers.start] = change.after
                 if part is not None:
                     work.parts.append(part)
+                if small is not None:
+                    work.small.append(small)
                 work.changed += changed
                 work.bound += bound
         if job.whole:

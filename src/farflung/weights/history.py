@@ -51,7 +51,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Objects that lead from root ``before`` (version ``start``) to ``root`` (version ``stop``) under a schema."""
+    """Objects that lead from root ``before`` (version ``start``) to ``root`` (version ``stop``) under a schema; ``small``: the same in fewer bytes."""
 
     start: int
     stop: int
@@ -59,6 +59,7 @@ class Link:
     root: str
     schema: Part
     parts: tuple[Part, ...]
+    small: tuple[Part, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -205,4 +206,4 @@ class History:
                 return Link(ref.version, stop.number, jump.before, jump.root, here.schema, jump.delta)
         before = here.before
         assert before is not None
-        return Link(stop.number - 1, stop.number, before, here.root, here.schema, here.delta)
+        return Link(stop.number - 1, stop.number, before, here.root, here.schema, here.delta, here.small)

@@ -129,3 +129,44 @@ def unpack(control, low, gaps, codes, bits, low_bits, size, positions, steps):  
         positions[i] = at
         steps[i] = (((code + 1) >> 1) ^ -((code + 1) & 1)) & limit
     return taken_gaps, taken_codes
+
+
+def rank(before, table, positions, at, ranks, sizes):  # type: ignore[no-untyped-def]
+    """Each change's place among the elements of its class, class by class from ``at`` on; ``sizes`` counts elements."""
+    k = 0
+    for i in range(before.size):
+        c = table[(before[i] >> 7) & 255]
+        if k < positions.size and positions[k] == i:
+            ranks[at[c]] = sizes[c]
+            at[c] += 1
+            k += 1
+        sizes[c] += 1
+
+
+def place(before, table, ranks, steps, begins, ends, positions, ordered, sizes):  # type: ignore[no-untyped-def]
+    """The way back, in the order of positions; returns how many changes found their element, and counts in ``sizes``."""
+    n = 0
+    at = begins.copy()
+    left = begins.copy()
+    for c in range(at.size):
+        left[c] = ranks[at[c]] if at[c] < ends[c] else 1 << 62
+    for i in range(before.size):
+        c = table[(before[i] >> 7) & 255]
+        sizes[c] += 1
+        if left[c] == 0:
+            positions[n] = i
+            ordered[n] = steps[at[c]]
+            n += 1
+            at[c] += 1
+            left[c] = ranks[at[c]] - ranks[at[c] - 1] - 1 if at[c] < ends[c] else 1 << 62
+        else:
+            left[c] -= 1
+    return n
+
+
+def top_exponent(before):  # type: ignore[no-untyped-def]
+    """Of BF16 bits."""
+    top = before[0] & 0
+    for i in range(before.size):
+        top = max(top, before[i] & 0x7F80)
+    return top >> 7

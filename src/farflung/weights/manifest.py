@@ -56,7 +56,8 @@ class Stream:
     """A version in one format. ``root`` is its hash (``Schema.root``), ``before`` that of the version before (None: none).
 
     ``delta``: objects that make it from there, which changed ``changed`` of its ``elements``. ``anchor``: objects that
-    hold it whole, empty for most versions.
+    hold it whole, empty for most versions. ``small``: the same as ``delta`` in fewer bytes, which take longer to apply;
+    empty where nobody asked for it.
     """
 
     schema: Part
@@ -66,6 +67,7 @@ class Stream:
     elements: int
     delta: tuple[Part, ...]
     anchor: tuple[Part, ...]
+    small: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,20 +288,21 @@ def _stream_data(stream: Stream) -> dict[str, Any]:
         "elements": stream.elements,
         "delta": _parts_data(stream.delta),
         "anchor": _parts_data(stream.anchor),
+        "small": _parts_data(stream.small),
     }
 
 
 def _stream(item: Any, version: int) -> Stream:
     need(isinstance(item, dict), "a stream is not an object")
-    fields = {"schema", "before", "root", "changed", "elements", "delta", "anchor"}
+    fields = {"schema", "before", "root", "changed", "elements", "delta", "anchor", "small"}
     need(set(item) == fields, f"a stream's fields are {sorted(item)}")
     before = None if item["before"] is None else sha256(item["before"])
     delta, anchor = _parts(item["delta"]), _parts(item["anchor"])
     need(before is not None or (bool(anchor) and not delta), "a stream without a version before it is not whole")
     need(bool(version) or before is None, "version 0 has a version before it")
     need(count(item["changed"]) <= count(item["elements"]), f"{item['changed']} of {item['elements']} changed")
-    schema = _part(item["schema"])
-    return Stream(schema, before, sha256(item["root"]), item["changed"], item["elements"], delta, anchor)
+    schema, small = _part(item["schema"]), _parts(item["small"])
+    return Stream(schema, before, sha256(item["root"]), item["changed"], item["elements"], delta, anchor, small)
 
 
 def _parts_data(parts: tuple[Part, ...]) -> list[list[Any]]:

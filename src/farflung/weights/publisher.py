@@ -104,7 +104,8 @@ class Publisher:
     Make the trainer's own state durable before it publishes: then a trainer that is killed at any moment has either
     published the version it resumes with, or can publish it again, bit for bit. Whole copies are stored with version 0
     and every ``anchor_every`` versions. ``formats``: see ``streams.FORMATS``; ``exclude``: glob patterns of matrices that
-    are not quantised; ``key`` signs every manifest. With ``ranks`` several processes publish together, each the tensors
+    are not quantised; ``key`` signs every manifest; ``small``: store deltas of BF16 tensors a second time, in fewer bytes
+    that take longer to apply, for subscribers behind slow links. With ``ranks`` several processes publish together, each the tensors
     and shards that it holds; they make the same calls, and no weights travel between them.
     """
 
@@ -117,6 +118,7 @@ class Publisher:
         exclude: Sequence[str] = (),
         anchor_every: int = 50,
         key: bytes | None = None,
+        small: bool = False,
         threads: int = THREADS,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -130,6 +132,7 @@ class Publisher:
         self._run = self._history.run
         self._selection = Selection(tuple(exclude))
         self._anchor_every = anchor_every
+        self._small = small
         self._threads = threads
         self._ranks = ranks
         self._base: _Base | None = None
@@ -227,6 +230,7 @@ class Publisher:
                 elements=sum(piece.size for piece in schema.pieces),
                 delta=tuple(part for one in work for part in one.parts) if same else (),
                 anchor=tuple(part for one in work for part in one.anchor) if whole else (),
+                small=tuple(part for one in work for part in one.small) if same else (),
             )
             bounds[format] = sum(one.bound for one in work)
         manifest = Manifest(self._run, version, self._ancestors(version), self._anchored(), streams)
@@ -272,7 +276,7 @@ class Publisher:
         if follows and self._base is not None:
             before = self._base.sections[name]
             hashes = self._base.hashes[name][first - at : first - at + mine]
-        job = Job(section, before, hashes, schema, numbers, whole=whole)
+        job = Job(section, before, hashes, schema, numbers, whole=whole, small=self._small)
         return Work.of(together(self._ranks, lambda: encode_section(job, self._put, self._threads).data()))
 
     def _put(self, raw: bytes) -> Part:

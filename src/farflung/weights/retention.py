@@ -142,7 +142,7 @@ def _down(history: History, version: Version) -> Iterator[Version]:
 
 def _objects(run: str, version: Version) -> Iterator[str]:
     for stream in version.manifest.streams.values():
-        for part in (stream.schema, *stream.delta, *stream.anchor):
+        for part in (stream.schema, *stream.delta, *stream.anchor, *stream.small):
             yield object_key(run, part)
 
 

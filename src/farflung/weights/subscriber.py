@@ -14,13 +14,14 @@ import numpy as np
 
 from farflung.core.errors import Corrupt
 from farflung.weights import changes as sparse
-from farflung.weights import delta
+from farflung.weights import delta, ranked
 from farflung.weights.changes import Changes, Positions
 from farflung.weights.delta import Change, Content, Dense, Whole
 from farflung.weights.elements import digest
 from farflung.weights.history import History, Link, Version
 from farflung.weights.image import Folder, Image, Room
 from farflung.weights.manifest import Part, Seal, object_key, read_part
+from farflung.weights.ranked import Ranked
 from farflung.weights.retention import Lease
 from farflung.weights.schema import Piece, Schema
 from farflung.weights.store import Missing, Store
@@ -54,7 +55,7 @@ class Subscriber:
 
     It hands out whole versions whose hashes are those published, and nothing else. An error while a version is fetched
     and checked leaves what is held; bits that turn out wrong while they are applied are fetched whole.
-    ``folder``: keep the bits there, for the next process. ``name``: say in the store what is held, so that it is not pruned.
+    ``folder``: keep the bits there, for the next process. ``small``: take deltas in fewer bytes where there are such. ``name``: say in the store what is held, so that it is not pruned.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Subscriber:
         key: bytes | None = None,
         folder: Path | str | None = None,
         name: str | None = None,
+        small: bool = False,
         threads: int = THREADS,
     ) -> None:
         self.format = format
@@ -73,6 +75,7 @@ class Subscriber:
         self._history = History(store, run_id, Seal(key))
         self._room = Room() if folder is None else Folder(folder)
         self._lease = None if name is None else Lease(store, self._history.run, name)
+        self._small = small
         self._threads = threads
         self._image: Image | None = None
         self._handed: str | None = None
@@ -148,9 +151,9 @@ class Subscriber:
         links = None if backwards and image.torn else self._way(image, wanted, backwards=backwards)
         if links is None:
             return None
-        changes = self._stage(links, image.schema)
         if not backwards:
-            return changes
+            return self._stage(links, image.schema, image)
+        changes = self._stage(links, image.schema)
         # An object has hashes of what it leads to, and none of what it came from: only sound bits can be taken back.
         whole = any(isinstance(change.content, Whole) for change in changes.values())
         if whole or self._differing(image, changes):
@@ -212,19 +215,38 @@ class Subscriber:
         self._image = image
         return image
 
-    def _stage(self, links: Sequence[Link], schema: Schema) -> dict[int, Change]:
-        """What becomes of each piece over all links, fetched, decoded and checked as far as that goes without its bits."""
+    def _stage(self, links: Sequence[Link], schema: Schema, image: Image | None = None) -> dict[int, Change]:
+        """What becomes of each piece over all links, fetched, decoded and checked as far as that goes without its bits.
+
+        A single link from an ``image`` may be had in fewer bytes.
+        """
         staged: dict[int, Change] = {}
         self._links += len(links)
+        small = links[0].small if self._small and image is not None and len(links) == 1 else ()
         for link in links:
             seen: set[int] = set()
-            for change in self._decoded(link.parts, schema):
+            for change in self._decoded(small or link.parts, schema):
                 if change.piece in seen:
                     raise Corrupt("two objects hold the same piece", where=f"{self.format} of version {link.stop}")
                 seen.add(change.piece)
                 before, kind = staged.get(change.piece), schema.pieces[change.piece].kind
                 staged[change.piece] = change if before is None else delta.fold(before, change, kind)
-        return staged
+        return staged if image is None else self._placed(staged, image)
+
+    def _placed(self, changes: Mapping[int, Change], image: Image) -> dict[int, Change]:
+        """Ranked changes by the positions of what they change. Torn pieces have none; they are repaired, not changed."""
+
+        def settle(change: Change) -> Change:
+            if not isinstance(change.content, Ranked):
+                return change
+            bits = image.piece(change.piece)
+            place = f"{self.format} of version {image.version}, tensor {image.schema.pieces[change.piece].tensor}"
+            none = Changes(np.zeros(0, np.int64), np.zeros(0, bits.dtype))
+            torn = change.piece in image.torn
+            return Change(change.piece, change.after, none if torn else ranked.place(bits, change.content, place))
+
+        with ThreadPoolExecutor(self._threads) as pool:
+            return dict(zip(changes, pool.map(settle, changes.values()), strict=True))
 
     def _apply(self, image: Image, changes: Mapping[int, Change], root: str, *, backwards: bool = False) -> None:
         """Apply changes in place; pieces that come out wrong are torn, and so are all of them for as long as it lasts.
@@ -314,7 +336,7 @@ def _positions(schema: Schema, changes: Mapping[int, Change]) -> dict[str, Posit
                 at = positions
             case Dense(steps):
                 at = sparse.find(np.zeros_like(steps), steps, piece.kind).positions
-            case Whole():
+            case Whole() | Ranked():
                 return None
         if len(at):
             found.setdefault(piece.tensor, []).append(at + piece.start)
