@@ -48,20 +48,33 @@ def mirrored(behind: Store, cache: Path) -> Iterator[Store]:
             beside.run(mirror.close())
 
 
-@pytest.fixture(params=["folder", "dictionary", "memory", "s3", "mirror"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    if request.param == "folder":
-        yield FolderStore(tmp_path / "not" / "there" / "yet")
-    elif request.param == "dictionary":
+@contextmanager
+def made(kind: str, request: pytest.FixtureRequest, path: Path) -> Iterator[Store]:
+    if kind == "folder":
+        yield FolderStore(path / "not" / "there" / "yet")
+    elif kind == "dictionary":
         yield MemoryStore()
-    elif request.param == "memory":
-        yield open_store(f"memory://{tmp_path.name}")
-    elif request.param == "s3":
+    elif kind == "memory":
+        yield open_store(f"memory://{path.name}")
+    elif kind == "s3":
         request.getfixturevalue("s3")
         yield open_store(f"s3://{BUCKET}/{secrets.token_hex(8)}/prefix")
     else:
-        with mirrored(FolderStore(tmp_path / "store"), tmp_path / "cache") as store:
+        with mirrored(FolderStore(path / "store"), path / "cache") as store:
             yield store
+
+
+@pytest.fixture(params=["folder", "memory", "s3", "mirror"])
+def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """A store with a clock, for several threads: all but the dictionary of the tests."""
+    with made(request.param, request, tmp_path) as store:
+        yield store
+
+
+@pytest.fixture(params=["folder", "dictionary", "memory", "s3", "mirror"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    with made(request.param, request, tmp_path) as store:
+        yield store
 
 
 def test_an_object_comes_back_as_it_was_put(store: Store) -> None:
@@ -168,25 +181,21 @@ def test_ages_name_every_key_below_the_folder_and_nothing_else(store: Store) -> 
     assert all(0 <= age < 600 for age in store.ages("run").values())
 
 
-def test_an_age_grows_until_the_next_write(store: Store) -> None:
-    if isinstance(store, MemoryStore):
-        pytest.skip("the dictionary has no clock")
-    store.put("run/old", b"1")
-    store.write_note("run/leases/a", b"1")
+def test_an_age_grows_until_the_next_write(shared: Store) -> None:
+    shared.put("run/old", b"1")
+    shared.write_note("run/leases/a", b"1")
     time.sleep(2.1)  # S3 tells times in whole seconds
-    store.write_note("run/leases/a", b"2")
-    ages = store.ages("run")
+    shared.write_note("run/leases/a", b"2")
+    ages = shared.ages("run")
     assert ages["run/old"] >= 1
     assert ages["run/leases/a"] < ages["run/old"]
 
 
-def test_of_many_swaps_at_once_one_wins(store: Store) -> None:
-    if isinstance(store, MemoryStore):
-        pytest.skip("the store in memory is for one thread")
+def test_of_many_swaps_at_once_one_wins(shared: Store) -> None:
 
     def swap(i: int) -> bool:
         try:
-            store.swap_pointer("run/latest", None, str(i).encode())
+            shared.swap_pointer("run/latest", None, str(i).encode())
         except Conflict:
             return False
         return True
@@ -194,12 +203,10 @@ def test_of_many_swaps_at_once_one_wins(store: Store) -> None:
     with ThreadPoolExecutor(8) as pool:
         won = list(pool.map(swap, range(16)))
     assert won.count(True) == 1
-    assert store.read_pointer("run/latest") == str(won.index(True)).encode()
+    assert shared.read_pointer("run/latest") == str(won.index(True)).encode()
 
 
-def test_of_many_puts_at_once_one_wins(store: Store) -> None:
-    if isinstance(store, MemoryStore):
-        pytest.skip("the store in memory is for one thread")
+def test_of_many_puts_at_once_one_wins(shared: Store) -> None:
     start = Barrier(8)
 
     def put(i: int) -> list[bool]:
@@ -207,7 +214,7 @@ def test_of_many_puts_at_once_one_wins(store: Store) -> None:
         for key in range(10):
             start.wait(30)
             try:
-                store.put(f"run/{key}", str(i).encode())
+                shared.put(f"run/{key}", str(i).encode())
             except Conflict:
                 won.append(False)
             else:
@@ -218,7 +225,7 @@ def test_of_many_puts_at_once_one_wins(store: Store) -> None:
         rows = list(pool.map(put, range(8)))
     for key in range(10):
         assert [row[key] for row in rows].count(True) == 1
-        assert rows[int(store.get(f"run/{key}", 1))][key]
+        assert rows[int(shared.get(f"run/{key}", 1))][key]
 
 
 COUNT_UP = """
