@@ -169,8 +169,10 @@ def in_format(
     held: Policy = {}
     for name, tensor in policy.items():
         if Selection(tuple(exclude)).takes(name) and tensor.ndim == 2:
-            chosen = cast(WeightFormat, format)
-            forms[name] = quantise(tensor.bfloat16(), chosen, like=None if last is None else last.get(name))
+            like = None if last is None else last.get(name)
+            if like is not None and (like.rows, like.columns) != tensor.shape:
+                like = None
+            forms[name] = quantise(tensor.bfloat16(), cast(WeightFormat, format), like=like)
             held |= to_tensors(name, forms[name])
         else:
             held[name] = tensor.bfloat16()
@@ -251,7 +253,7 @@ def flip(data: bytes, at: int, mask: int = 1) -> bytes:
 
 def forge(store: Store, format: str = "bf16", key: bytes | None = None, **changes: Any) -> None:
     """Replace the newest manifest by one with other fields in a stream, rightly named, signed and pointed to."""
-    found = newest(store, key)
+    found = newest(store)
     data = json.loads(found.manifest.encode())
     data["streams"][format] |= changes
     forge_manifest(store, found.number, Seal(key).sign(json.dumps(data).encode()))

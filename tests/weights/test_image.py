@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import random
 import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +21,11 @@ import pytest
 import torch
 
 from farflung.core.errors import Corrupt
-from farflung.weights import StoreError
+from farflung.weights import FolderStore, StoreError, Subscriber
 from farflung.weights.elements import ELEMENT_TYPES, digest
 from farflung.weights.image import Folder, Image, Room
 from farflung.weights.schema import Schema, TensorType
-from tests.weights.parts import schema
+from tests.weights.parts import NORM, QUERY, RUN, MemoryStore, Policy, copy, equal, flip, publish, schema, walk
 
 FEW = schema(a=("BF16", (2, 3)), b=("F4", (3,)), none=("F32", (0, 2)), c=("F32", ()))
 FEW = Schema(FEW.tensors, FEW.pieces, {"head": "a"})
@@ -109,23 +117,114 @@ def test_a_state_that_is_not_one_is_corrupt(wrong: Any, tmp_path: Path) -> None:
         Folder(tmp_path).load()
 
 
-def test_more_memory_than_the_machine_has_is_refused() -> None:
-    half = psutil.virtual_memory().total // 2 + 1
-    claim = schema(a=("U8", (half,)), b=("U8", (half,)))
-    with pytest.raises(StoreError, match=f"the weights take {2 * half} bytes, more than this machine's memory"):
-        Room().arrays(claim)
-
-
-def test_more_disk_than_there_is_is_refused(tmp_path: Path) -> None:
-    free = shutil.disk_usage(tmp_path).free
-    for size in (free + (1 << 30), 1 << 47):
-        claim = Schema({"a": TensorType(ELEMENT_TYPES["U8"], (size,))}, (), {})
-        with pytest.raises(StoreError, match=f"no space for {size} bytes of weights"):
-            Folder(tmp_path).arrays(claim)
-    assert sum(file.stat().st_blocks for file in tmp_path.iterdir()) == 0, "and nothing of it is taken"
+@pytest.mark.parametrize("size", [psutil.virtual_memory().total // 2 + 1, 1 << 47], ids=["some", "much"])
+def test_more_than_the_machine_has_is_refused_and_nothing_is_taken(size: int, tmp_path: Path) -> None:
+    half = TensorType(ELEMENT_TYPES["U8"], (size,))
+    claim = Schema({"a": half, "b": half}, (), {})
+    for room in (Room(), Folder(tmp_path)):
+        with pytest.raises(StoreError, match=f"the weights take {2 * size} bytes, more than this machine's memory"):
+            room.arrays(claim)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot write: Not a directory"):
         Folder(tmp_path / "file" / "folder").arrays(FEW)
+
+
+def follow(store: Path, folder: Path, ready: Connection) -> None:
+    """In a process of its own: from version to version for as long as it lives."""
+    subscriber = Subscriber(FolderStore(store), RUN, folder=folder)
+    subscriber.fetch(0)
+    ready.send("it holds version 0")
+    while True:
+        for number in (3, 1, 4, 2, 0):
+            subscriber.fetch(number)
+
+
+def test_a_process_that_is_killed_at_any_moment_leaves_an_image_that_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farflung.weights.schema.PIECE_BYTES", 16_384)
+    history: list[Policy] = [{"w": torch.zeros(512, 512), NORM: torch.ones(100)}]
+    for number in range(4):
+        history.append(copy(history[-1]))
+        history[-1]["w"][number::7, ::3] += 1
+    publish(FolderStore(tmp_path / "store"), history, anchor_every=3)
+    context, draw = multiprocessing.get_context("fork"), random.Random(0)
+    for _ in range(6):
+        here, there = context.Pipe()
+        child = context.Process(target=follow, args=(tmp_path / "store", tmp_path / "image", there), daemon=True)
+        child.start()
+        try:
+            assert here.poll(60), "the subscriber's process is at work"
+            time.sleep(draw.random() * 0.1)
+        finally:
+            child.kill()
+            child.join(30)
+        subscriber = Subscriber(FolderStore(tmp_path / "store"), RUN, folder=tmp_path / "image")
+        for number in (draw.randrange(5), 2):
+            assert equal(subscriber.fetch(number).tensors, history[number])
+
+
+@pytest.mark.parametrize("spoil", ["bits", "no bits", "state", "no state", "other run"])
+def test_a_spoiled_folder_is_mended_or_named(spoil: str, tmp_path: Path) -> None:
+    store, history, folder = MemoryStore(), walk(3, size=1e-3), tmp_path / "image"
+    publish(store, history)
+    Subscriber(store, RUN, folder=folder).fetch(1)
+    (kept,) = folder.glob("bits-*")
+    if spoil == "bits":
+        kept.write_bytes(flip(flip(kept.read_bytes(), 0), kept.stat().st_size - 1))
+    elif spoil == "no bits":
+        kept.unlink()
+    elif spoil == "no state":
+        (folder / "state.json").unlink()
+    elif spoil == "other run":
+        shutil.rmtree(folder)
+        publish(other := MemoryStore(), walk(1, seed=4))
+        Subscriber(other, RUN, folder=folder).fetch(1)
+    else:
+        (folder / "state.json").write_bytes(b'{"version": 1')
+        subscriber = Subscriber(store, RUN, folder=folder)
+        for _ in range(2):
+            with pytest.raises(Corrupt, match=r"state\.json: not an image's state: .*\n.*remove the folder"):
+                subscriber.fetch(2)
+        assert subscriber.version is None
+        shutil.rmtree(folder)
+    for number in (2, 3):
+        assert equal(Subscriber(store, RUN, folder=folder).fetch(number).tensors, history[number])
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
+    if done.returncode != 0:
+        pytest.skip("this machine lets nobody mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_is_a_clear_error_and_more_room_mends_it(tmp_path: Path) -> None:
+    store = MemoryStore()
+    history = [{QUERY: torch.full((300, 500), float(number))} for number in range(4)]
+    publish(store, history)
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        subscriber = Subscriber(store, RUN, folder=disk / "image")
+        with pytest.raises(StoreError, match=r"no space for 300032 bytes of weights\n.*free some space"):
+            subscriber.fetch(0)
+        assert (subscriber.version, subscriber.image) == (None, None)
+        subprocess.run(["mount", "-o", "remount,size=400k", str(disk)], check=True)
+        assert equal(subscriber.fetch(0).tensors, history[0])
+        with suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
+            while True:
+                filler.write(bytes(4096))
+        with pytest.raises(StoreError, match="cannot write: No space left on device"):
+            subscriber.fetch(1)
+        (disk / "filler").unlink()
+        assert equal(subscriber.fetch(2).tensors, history[2])
+        assert equal(Subscriber(store, RUN, folder=disk / "image").fetch(3).tensors, history[3])

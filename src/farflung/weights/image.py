@@ -63,9 +63,8 @@ class Room:
     """Whether all images of a schema lie in the same place."""
 
     def arrays(self, schema: Schema) -> dict[str, Bits]:
-        """Zeroed arrays. A schema comes from outside: what it asks for is held against what the machine has."""
-        if schema.nbytes > psutil.virtual_memory().total:
-            raise StoreError(f"the weights take {schema.nbytes} bytes, more than this machine's memory", where="image")
+        """Arrays of any content. Raises StoreError when there is no room for them."""
+        _check_size(schema)
         return {name: np.zeros(t.nbytes // t.kind.dtype.itemsize, t.kind.dtype) for name, t in schema.tensors.items()}
 
     def load(self) -> Image | None:
@@ -90,6 +89,7 @@ class Folder(Room):
         self._memory: np.memmap[Any, np.dtype[np.uint8]] | None = None
 
     def arrays(self, schema: Schema) -> dict[str, Bits]:
+        _check_size(schema)
         offsets, size = _layout(schema)
         path = self.folder / f"bits-{schema.root([])[:16]}"
         try:
@@ -143,6 +143,12 @@ class Folder(Room):
         for old in self.folder.glob("bits-*"):
             if old.name != f"bits-{image.schema.root([])[:16]}":
                 old.unlink(missing_ok=True)
+
+
+def _check_size(schema: Schema) -> None:
+    """A schema comes from outside: what it asks for is held against what the machine has."""
+    if schema.nbytes > psutil.virtual_memory().total:
+        raise StoreError(f"the weights take {schema.nbytes} bytes, more than this machine's memory", where="image")
 
 
 def _take_room(path: Path, size: int) -> None:

@@ -329,15 +329,15 @@ class Publisher:
         version = self._base.version
         for format in self.formats:
             schema = self._schema(made, format, tied)
-            hashes: list[bytes] = []
-            for name in stream_sections(format):
-                hashes += self._hashes(made[name])
-            if format in version.manifest.streams and schema.root(hashes) == version.manifest.streams[format].root:
-                continue
-            known = [hash for name in stream_sections(format) for hash in self._base.hashes.get(name, [])]
-            odd = [p.tensor for p, a, b in zip(schema.pieces, hashes, known, strict=False) if a != b]
+            odd = "its tensors"
+            if self._follows(format, schema):
+                hashes = [hash for name in stream_sections(format) for hash in self._hashes(made[name])]
+                if schema.root(hashes) == version.manifest.streams[format].root:
+                    continue
+                known = [hash for name in stream_sections(format) for hash in self._base.hashes[name]]
+                odd = next(p.tensor for p, a, b in zip(schema.pieces, hashes, known, strict=True) if a != b)
             raise Conflict(
-                f"version {version.number} was published with other weights ({format}, {odd[0] if odd else 'its tensors'})",
+                f"version {version.number} was published with other weights ({format}, {odd})",
                 where=f"run {self._run}",
                 mend="a version never changes: was it another publisher, or a trainer resumed from an older state?",
             )

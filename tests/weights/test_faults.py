@@ -1,0 +1,312 @@
+"""Spoiled stores: whatever lies there instead of what was published, nobody is handed it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farflung.core import frame
+from farflung.core.errors import Corrupt
+from farflung.weights import Compactor, FolderStore, Missing, Publisher, StoreError, Subscriber, delta
+from farflung.weights.changes import Changes
+from farflung.weights.delta import Change, Whole
+from farflung.weights.elements import Bits
+from farflung.weights.manifest import jump_key, manifest_key, object_key, pointer_key
+from farflung.weights.planes import compress
+from tests.weights.parts import (
+    KEY,
+    RUN,
+    MemoryStore,
+    Policy,
+    add_object,
+    copy,
+    equal,
+    flip,
+    forge,
+    listed,
+    newest,
+    overwrite,
+    publish,
+    raw,
+    schema_of,
+    step,
+    version,
+    walk,
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FolderStore:
+    return FolderStore(tmp_path / "store")
+
+
+@pytest.fixture
+def history(store: FolderStore) -> list[Policy]:
+    """A store with two versions, both with an anchor, and what they are."""
+    found = walk(1, size=1e-3)
+    publish(store, found, anchor_every=1)
+    return found
+
+
+class Two:
+    """A subscriber that holds version 0 and one that holds nothing, made anew for every spoiled store."""
+
+    def __init__(self, store: FolderStore, history: list[Policy], key: bytes | None = None) -> None:
+        self.store, self.history, self.key = store, history, key
+        self.clean = FolderStore(store.root.with_name("clean"))
+        publish(self.clean, history[:1], key=key)
+
+    def subscribers(self) -> tuple[Subscriber, Subscriber]:
+        seen = FolderStore(self.clean.root)
+        follower = Subscriber(seen, RUN, key=self.key)
+        follower.fetch(0)
+        seen.root = self.store.root
+        return follower, Subscriber(self.store, RUN, key=self.key)
+
+    def refuse(self, number: int, match: str, error: type[Exception] = Corrupt) -> None:
+        """Neither is handed the version, and what is held stays."""
+        follower, joiner = self.subscribers()
+        for subscriber in (follower, joiner):
+            with pytest.raises(error, match=match):
+                subscriber.fetch(number)
+        assert (joiner.version, joiner.image) == (None, None)
+        assert follower.version == 0
+        assert follower.image is not None
+        assert equal(follower.image.tensors(), self.history[0])
+
+    def agree(self, number: int, policy: Policy) -> None:
+        for subscriber in self.subscribers():
+            assert equal(subscriber.fetch(number).tensors, policy)
+
+
+@pytest.fixture
+def two(store: FolderStore, history: list[Policy]) -> Two:
+    """The anchor beside version 1 is left out, so that both need its delta."""
+    found = Two(store, history)
+    forge(store, anchor=[])
+    return found
+
+
+def bits(policy: Policy) -> list[Bits]:
+    """A policy's pieces, in the order of its bf16 stream's schema."""
+    subscriber = Subscriber(other := MemoryStore(), RUN)
+    publish(other, [policy])
+    subscriber.fetch(0)
+    assert subscriber.image is not None
+    return [subscriber.image.piece(number) for number in range(len(subscriber.image.schema.pieces))]
+
+
+def deltas(store: FolderStore) -> list[Any]:
+    return [listed(part) for part in newest(store).stream("bf16").delta]
+
+
+def test_a_spoiled_object_is_found_and_named(store: FolderStore, two: Two) -> None:
+    part = newest(store).stream("bf16").delta[0]
+    key = object_key(RUN, part)
+    whole = raw(store, key)
+    for at in range(0, len(whole), 97):
+        overwrite(store, key, flip(whole, at))
+        two.refuse(1, f"object {key}: its bytes do not have the hash")
+    for size in (0, 1, len(whole) - 1):
+        overwrite(store, key, whole[:size])
+        two.refuse(1, f"object {key}: it has {size} of its {len(whole)} bytes")
+    overwrite(store, key, whole + b"\0")
+    two.refuse(1, f"{key}.*larger than")
+    store.delete(key)
+    two.refuse(1, f"object {key}: a version needs it and it is not there")
+    overwrite(store, key, whole)
+    two.agree(1, two.history[1])
+
+
+def test_a_spoiled_manifest_or_pointer_leaves_what_is_held(store: FolderStore, two: Two) -> None:
+    for key in (manifest_key(RUN, newest(store).ref), pointer_key(RUN)):
+        whole = raw(store, key)
+        for spoiled in (flip(whole, 7), whole[:-1], whole + b"x", b"", b"{}", b"null", b"[" * 4000):
+            overwrite(store, key, spoiled)
+            two.refuse(1, key)
+            with pytest.raises(Corrupt, match=key):
+                Subscriber(store, RUN).newest()
+            with pytest.raises(Corrupt, match=key):
+                Publisher(store, RUN).resume()
+        overwrite(store, key, whole)
+    two.agree(1, two.history[1])
+
+
+def test_a_spoiled_jump_is_found_and_named(store: FolderStore) -> None:
+    history = walk(2, size=1e-3)
+    publish(store, history, key=KEY)
+    Compactor(store, RUN, key=KEY).step()
+    two = Two(store, history, KEY)
+    key = jump_key(RUN, "bf16", 2, 2)
+    whole = raw(store, key)
+    for at in range(0, len(whole), 31):
+        overwrite(store, key, flip(whole, at))
+        two.refuse(2, f"jump {key}: it (was signed with another key, or changed since|is not signed)")
+    overwrite(store, key, whole.partition(b"\n")[0])
+    two.refuse(2, f"jump {key}: it is not signed")
+    overwrite(store, key, whole)
+    two.agree(2, history[2])
+
+
+def test_what_another_key_signed_is_refused(store: FolderStore) -> None:
+    history = walk(1)
+    publisher = publish(store, history[:1], key=KEY)
+    two = Two(store, history, KEY)
+    publisher.publish(1, history[1])
+    right = raw(store, pointer_key(RUN))
+    for key, match in ((b"another", "it was signed with another key"), (None, "it is not signed")):
+        forge(store, key=key)
+        two.refuse(1, match)
+        overwrite(store, pointer_key(RUN), right)
+    two.agree(1, two.history[1])
+
+
+def test_changes_for_another_base_are_refused(store: FolderStore, two: Two) -> None:
+    """Objects rightly named by a manifest that is, which lead from other weights to other weights."""
+    before, after = bits(walk(1, seed=3)[0]), bits(walk(1, seed=3)[1])
+    pieces = schema_of(store).pieces
+    found = (delta.compare(n, piece, before[n], after[n]) for n, piece in enumerate(pieces))
+    changes = [change for change in found if change is not None]
+    forge(store, delta=[add_object(store, delta.encode(changes, schema_of(store)).raw)])
+    two.refuse(1, "bf16, root .*: the changes do not lead to the published weights")
+    forge(store, delta=[])
+    two.refuse(1, "the changes do not lead to the published weights")
+
+
+def test_a_delta_is_never_applied_twice(store: FolderStore, history: list[Policy]) -> None:
+    """Version 2 is forged to be version 1's delta again, under its own root and under that of version 1."""
+    two, first = Two(store, history), newest(store).stream("bf16")
+    publisher = Publisher(store, RUN)
+    publisher.resume()
+    publisher.publish(2, step(copy(history[1]), 2, 1e-3))
+    forge(store, delta=[listed(part) for part in first.delta])
+    two.refuse(2, "the changes do not lead to the published weights")
+    forge(store, root=first.root)
+    for subscriber in two.subscribers():
+        with pytest.raises(Corrupt, match=r"bf16 of version 2, tensor .*: it does not have the published hash"):
+            subscriber.fetch(2)
+        assert (subscriber.version, subscriber.image) == (None, None)
+
+
+def test_a_piece_that_two_objects_hold_is_refused(store: FolderStore, two: Two) -> None:
+    after = bits(two.history[1])
+    again = Change(0, bytes(16), Whole(after[0]))
+    forge(store, delta=[*deltas(store), add_object(store, delta.encode([again], schema_of(store)).raw)])
+    two.refuse(1, "bf16 of version 1: two objects hold the same piece")
+
+
+def test_wrong_steps_under_right_hashes_are_found_once_they_are_applied(store: FolderStore, two: Two) -> None:
+    """They cannot be seen before. Nothing is handed out, and what is held is mended from the store."""
+    (key,) = (object_key(RUN, part) for part in newest(store).stream("bf16").delta[:1])
+    changes = delta.decode(raw(store, key), schema_of(store), where=key)
+    content = changes[0].content
+    assert isinstance(content, Changes)
+    steps = np.where(content.steps == 1, np.uint16(2), np.uint16(1))
+    wrong = Change(changes[0].piece, changes[0].after, Changes(content.positions, steps))
+    right = deltas(store)
+    forge(store, delta=[add_object(store, delta.encode([wrong, *changes[1:]], schema_of(store)).raw), *right[1:]])
+    tensor = schema_of(store).pieces[wrong.piece].tensor
+    for subscriber in two.subscribers():
+        with pytest.raises(Corrupt, match=f"bf16 of version 1, tensor {tensor}: it does not have the published hash"):
+            subscriber.fetch(1)
+        assert (subscriber.version, subscriber.image) == (None, None)
+        assert equal(subscriber.fetch(0).tensors, two.history[0])
+
+
+def anchor(store: FolderStore, changes: list[Change]) -> None:
+    forge(store, delta=[], before=None, anchor=[add_object(store, delta.encode(changes, schema_of(store)).raw)])
+
+
+def test_an_anchor_must_hold_every_piece_whole_and_right(store: FolderStore, history: list[Policy]) -> None:
+    two, whole, known = Two(store, history), bits(history[1]), version(store, 1).stream("bf16")
+    hashes = {c.piece: c.after for part in known.anchor for c in delta.decode(
+        raw(store, object_key(RUN, part)), schema_of(store), where="anchor"
+    )}  # fmt: skip
+    right = [Change(n, hashes[n], Whole(whole[n])) for n in range(len(whole))]
+    names = [piece.tensor for piece in schema_of(store).pieces]
+    anchor(store, right[1:])
+    two.refuse(1, f"bf16 of version 1, tensor {names[0]}: no object holds it")
+    anchor(store, [Change(0, bytes(16), right[0].content), *right[1:]])
+    two.refuse(1, "bf16 of version 1: its tensors are not those published")
+    anchor(store, [Change(0, hashes[0], Whole(whole[0] + np.uint16(1))), *right[1:]])
+    two.refuse(1, f"bf16 of version 1, tensor {names[0]}: it does not have the published hash")
+    few = Changes(np.array([1]), np.array([1], "<u2"))
+    anchor(store, [Change(0, hashes[0], few), *right[1:]])
+    two.refuse(1, f"bf16 of version 1, tensor {names[0]}: it holds a change, not the tensor")
+    anchor(store, right)
+    two.agree(1, two.history[1])
+
+
+def test_bombs_and_pickles_in_objects_are_refused(store: FolderStore, two: Two) -> None:
+    bomb = compress(np.zeros(1 << 26, np.uint8))
+    table = compress(np.frombuffer(bytes(4) + b"\2" + (640).to_bytes(4, "little"), np.uint8))
+    hostile = frame.encode({"kind": delta.KIND, "pieces": 1}, {
+        "table": table, "hashes": np.zeros(16, np.uint8), "whole2.0": bomb, "whole2.1": bomb
+    })  # fmt: skip
+    part = add_object(store, hostile)
+    forge(store, delta=[part])
+    two.refuse(1, rf"object {RUN}/objects/{part[0]}, plane whole2\.0: {1 << 26} bytes where 640 belong")
+    forge(store, delta=[add_object(store, pickle.dumps({"a": 1}))])
+    two.refuse(1, "not a frame")
+
+
+def test_a_spoiled_or_hostile_schema_is_refused(store: FolderStore, history: list[Policy]) -> None:
+    two = Two(store, history)
+    forge(store, before=None, delta=[], schema=add_object(store, b'{"format": 2}'))
+    two.refuse(1, f"schema {RUN}/objects/.*: not a schema")
+    piece = 64 << 20
+    pieces = psutil.virtual_memory().total // piece + 1
+    large = {"t": ["U8", [pieces * piece]]}
+    claim = {"format": 2, "tensors": large, "pieces": [[0, n * piece, piece] for n in range(pieces)], "tied": {}}
+    forge(store, schema=add_object(store, json.dumps(claim).encode()))
+    two.refuse(1, "more than this machine's memory", StoreError)
+
+
+@pytest.fixture(scope="module")
+def run() -> tuple[MemoryStore, list[Policy]]:
+    """Five signed versions with jumps, in two formats. Whoever spoils it mends it."""
+    store, history = MemoryStore(), walk(4, size=1e-3)
+    publish(store, history, key=KEY, formats=("bf16", "fp8"), anchor_every=3)
+    Compactor(store, RUN, key=KEY).step()
+    return store, history
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_any_spoiled_byte_gives_an_error_or_the_right_weights(
+    run: tuple[MemoryStore, list[Policy]], data: st.DataObject
+) -> None:
+    """Of any key: flipped, cut, or gone."""
+    store, history = run
+    held, wanted = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 4))
+    follower, joiner = Subscriber(store, RUN, key=KEY), Subscriber(store, RUN, key=KEY)
+    follower.fetch(held)
+    kept = dict(store.objects), dict(store.pointers)
+    key = data.draw(st.sampled_from(store.list(RUN)))
+    where = store.pointers if key in store.pointers else store.objects
+    whole = where[key]
+    how = data.draw(st.sampled_from(["flip", "cut", "gone"]))
+    if how == "flip":
+        where[key] = flip(whole, data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(1, 255)))
+    elif how == "cut":
+        where[key] = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    else:
+        del where[key]
+    for subscriber, before in ((follower, held), (joiner, None)):
+        try:
+            assert equal(subscriber.fetch(wanted).tensors, history[wanted])
+        except Corrupt:
+            assert subscriber.version == before
+        except Missing:
+            assert (how, subscriber.version) == ("gone", before)
+    store.objects, store.pointers = kept
+    for subscriber in (follower, joiner):
+        assert equal(subscriber.fetch(wanted).tensors, history[wanted])

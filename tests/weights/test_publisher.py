@@ -1,0 +1,380 @@
+"""The publisher: versions in order and forever, in every format, whatever happens between two writes."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farflung.core.errors import BadInput
+from farflung.weights import Conflict, FolderStore, Publisher, StoreError, Subscriber
+from farflung.weights.history import Version
+from farflung.weights.manifest import manifest_key, pointer_key
+from farflung.weights.store import Store
+from tests.weights.parts import (
+    DOWN,
+    EMBED,
+    HEAD,
+    KEY,
+    NORM,
+    QUERY,
+    RUN,
+    Crash,
+    MemoryStore,
+    Policy,
+    copy,
+    differing,
+    equal,
+    newest,
+    publish,
+    same,
+    step,
+    streams,
+    version,
+    walk,
+    weights,
+)
+
+FORMATS = ("bf16", "fp8", "mxfp4", "nvfp4")
+
+
+@pytest.fixture(params=["folder", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return FolderStore(tmp_path) if request.param == "folder" else MemoryStore()
+
+
+def fetch(store: Store, number: int, format: str = "bf16") -> Any:
+    return Subscriber(store, RUN, format=format).fetch(number).tensors
+
+
+def kinds(writes: list[str]) -> str:
+    """o, m, p for an object, a manifest, a pointer."""
+    return "".join("p" if key == pointer_key(RUN) else key.split("/")[1][0] for key in writes)
+
+
+def test_every_format_holds_what_quantise_gives_with_the_last_form(store: Store) -> None:
+    history = walk(3, size=0.02)
+    publisher = Publisher(store, RUN, formats=FORMATS, key=KEY)
+    for number, policy in enumerate(history):
+        assert set(publisher.publish(number, policy).streams) == set(FORMATS)
+    for format in FORMATS:
+        for number, expected in enumerate(streams(history, format)):
+            found = Subscriber(store, RUN, format=format, key=KEY).fetch(number).tensors
+            assert same(found, expected)
+            assert found[HEAD].data_ptr() == found[EMBED].data_ptr()
+
+
+def test_what_is_told_is_what_was_published() -> None:
+    store, history = MemoryStore(), walk(1, size=1e-3)
+    publisher = Publisher(store, RUN, formats=FORMATS)
+    base, done = (publisher.publish(number, policy) for number, policy in enumerate(history))
+    for format in FORMATS:
+        old, new = streams(history, format)
+        changes = {name: at for name, at in differing(old, new).items() if name != HEAD}
+        first, second = base.streams[format], done.streams[format]
+        stream = newest(store).stream(format)
+        assert second.changed == stream.changed == sum(map(len, changes.values()))
+        assert second.bytes == sum(part.nbytes for part in stream.delta)
+        assert (second.anchor_bytes, first.changed, first.bytes) == (0, 0, 0)
+        assert first.anchor_bytes == sum(part.nbytes for part in version(store, 0).stream(format).anchor)
+        assert 0 < second.bound < second.bytes < first.anchor_bytes
+        assert second.elements == first.elements > second.changed
+    assert not done.repeated
+    assert done.seconds >= done.cast_seconds > 0
+
+
+def test_objects_come_before_the_manifest_and_the_manifest_before_the_pointer() -> None:
+    store = MemoryStore()
+    publisher = Publisher(store, RUN, formats=FORMATS, anchor_every=2)
+    for number, policy in enumerate(walk(4)):
+        store.writes.clear()
+        publisher.publish(number, policy)
+        assert kinds(store.writes) == "o" * (len(store.writes) - 2) + "mp"
+
+
+def test_excluded_and_shared_tensors_are_stored_once_for_all_formats() -> None:
+    store = MemoryStore()
+    publish(store, walk(1), formats=FORMATS, exclude=("*.down_proj.*",))
+    found = newest(store).manifest.streams
+    deltas = [set(found[format].delta) for format in FORMATS]
+    shared = set.intersection(*deltas)
+    assert len(shared) == 1
+    assert all(len(delta) == 2 for delta in deltas)
+    for format in FORMATS:
+        tensors = fetch(store, 1, format)
+        assert tensors[DOWN].dtype == torch.bfloat16
+        assert f"{DOWN}_scale" not in tensors
+    anchors = [set(version(store, 0).stream(format).anchor) for format in FORMATS]
+    assert len(set.intersection(*anchors)) == 1
+
+
+def test_a_step_that_changes_nothing_costs_no_object() -> None:
+    store = MemoryStore()
+    publisher = publish(store, walk(1), formats=("bf16", "fp8"))
+    store.writes.clear()
+    done = publisher.publish(2, walk(1)[1])
+    assert kinds(store.writes) == "oomp", "of the schemas, which are there"
+    assert {(s.changed, s.bytes, s.bound) for s in done.streams.values()} == {(0, 0, 0.0)}
+    assert newest(store).stream("bf16").root == version(store, 1).stream("bf16").root
+    assert equal(fetch(store, 2), walk(1)[1])
+
+
+def test_whole_copies_lie_beside_every_nth_version() -> None:
+    store = MemoryStore()
+    publish(store, walk(7), formats=("bf16", "mxfp4"), anchor_every=3)
+    for number in range(8):
+        found = version(store, number).manifest
+        assert found.whole == all(s.anchor for s in found.streams.values()) == (number % 3 == 0)
+        assert all((s.before is None) == (number == 0) for s in found.streams.values())
+        assert (found.anchored and found.anchored.version) == (None if number == 0 else (number - 1) // 3 * 3)
+
+
+def test_large_tensors_are_split_over_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farflung.weights.schema.PIECE_BYTES", 1000)
+    store, history = MemoryStore(), walk(2)
+    publish(store, history, formats=("bf16", "nvfp4"))
+    assert len(newest(store).stream("bf16").delta) == 10
+    for format in ("bf16", "nvfp4"):
+        for number, expected in enumerate(streams(history, format)):
+            assert same(fetch(store, number, format), expected)
+
+
+def test_every_pattern_of_sixteen_bits_arrives(store: Store) -> None:
+    """Both zeros, subnormals, infinities and every NaN, whole and as changes."""
+    every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16)
+    publisher = Publisher(store, RUN)
+    for number, bits in enumerate((every, every.flip(0), torch.where(every % 9 == 0, every, every.flip(0)))):
+        publisher.publish(number, {"w": bits.view(torch.bfloat16)})
+        assert torch.equal(fetch(store, number)["w"].view(torch.int16), bits)
+
+
+def test_native_streams_hold_tensors_as_they_are(store: Store) -> None:
+    policy: Policy = {
+        "f": torch.tensor([float("nan"), -0.0, 1e-40, float("inf")]),
+        "h": torch.randn(3, 5).half().T,
+        "e": torch.randn(7).to(torch.float8_e4m3fn),
+        QUERY: torch.randint(0, 256, (4, 8), dtype=torch.uint8),
+        "none": torch.zeros(0, 3),
+    }
+    policy["tied"] = policy[QUERY]
+    publisher = Publisher(store, RUN, formats=("native",))
+    publisher.publish(0, policy)
+    policy["f"].view(torch.int32)[0] += 1
+    policy[QUERY][3] += 1
+    publisher.publish(1, policy)
+    resumed = Publisher(store, RUN, formats=("native",))
+    assert resumed.resume() == 1
+    assert resumed.publish(1, policy).repeated
+    found = fetch(store, 1, "native")
+    assert same(found, policy)
+    assert found["tied"].data_ptr() == found[QUERY].data_ptr()
+
+
+def test_a_snapshot_is_published_as_it_was_taken(store: Store) -> None:
+    policy = weights()
+    publisher = Publisher(store, RUN, formats=("bf16", "fp8"))
+    taken, then = publisher.snapshot(policy), copy(policy)
+    step(policy, 1)
+    publisher.publish(0, taken)
+    assert equal(fetch(store, 0), then)
+
+
+def test_publishing_again_changes_nothing(store: Store) -> None:
+    history = walk(1, size=0.05)
+    first = publish(store, history, formats=FORMATS)
+    keys = store.list(RUN)
+    resumed = Publisher(store, RUN, formats=FORMATS)
+    assert resumed.resume() == 1
+    for publisher in (first, resumed):
+        done = publisher.publish(1, history[1])
+        assert done.repeated
+        assert done.streams["fp8"].changed == newest(store).stream("fp8").changed
+    publish(MemoryStore(), history[:1])
+    assert store.list(RUN) == keys
+    base = MemoryStore()
+    publish(base, history[:1])
+    assert Publisher(base, RUN).publish(0, history[0]).repeated
+
+
+def test_a_version_never_changes(store: Store) -> None:
+    policy = weights()
+    publisher = publish(store, [policy], formats=("bf16", "fp8"))
+    step(policy, 1)
+    with pytest.raises(Conflict, match=rf"version 0 was published with other weights \(bf16, {EMBED}\)"):
+        Publisher(store, RUN, formats=("bf16", "fp8")).publish(0, policy)
+    publisher.publish(1, policy)
+    policy[NORM][3] = 7
+    with pytest.raises(Conflict, match=rf"version 1 was published with other weights \(bf16, {NORM}\)"):
+        publisher.publish(1, policy)
+    with pytest.raises(Conflict, match=r"with other weights \(bf16, its tensors\)"):
+        publisher.publish(1, {name: tensor for name, tensor in policy.items() if name != NORM})
+
+
+def test_versions_neither_skip_nor_go_back(store: Store) -> None:
+    with pytest.raises(BadInput, match=r"run run-1: version 1 cannot follow nothing\n.*resume"):
+        Publisher(store, RUN).publish(1, weights())
+    publisher = publish(store, walk(2))
+    for number in (-1, 0, 1, 4, 9):
+        with pytest.raises(BadInput, match=rf"version {number} cannot follow version 2\n.*publish version 3"):
+            publisher.publish(number, weights())
+    for number in (0, 2, 3):
+        with pytest.raises(Conflict, match=r"the run is at version 2 already\n.*resume"):
+            Publisher(store, RUN).publish(number, weights())
+    with pytest.raises(BadInput, match="anchor_every is 0"):
+        Publisher(store, RUN, anchor_every=0)
+
+
+def test_of_two_publishers_one_wins(store: Store) -> None:
+    history = walk(2)
+    first, second = publish(store, history[:1]), Publisher(store, RUN)
+    second.resume()
+    first.publish(1, history[1])
+    with pytest.raises(Conflict, match="version 1 was not published: another publisher moved the run to version 1"):
+        second.publish(1, weights(9))
+    assert second.version == 0
+    first.publish(2, history[2])
+    with pytest.raises(Conflict, match=r"moved the run to version 2\n.*stop one of the two"):
+        second.publish(1, weights(9))
+    for number, policy in enumerate(history):
+        assert equal(fetch(store, number), policy)
+
+
+def test_two_publishers_with_the_same_bytes_agree(store: Store) -> None:
+    history = walk(1)
+    first, second = publish(store, history[:1]), Publisher(store, RUN)
+    second.resume()
+    assert not first.publish(1, history[1]).repeated
+    assert second.publish(1, history[1]).repeated
+    assert second.version == 1
+
+
+@pytest.mark.parametrize("survives", [False, True], ids=["killed", "survived"])
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+def test_a_publisher_that_stops_at_any_write_repeats(late: bool, survives: bool) -> None:
+    """The same publisher goes on after an error of the store, or another resumes; both end where none had stopped."""
+    history, options = walk(2, size=0.02), {"formats": ("bf16", "nvfp4"), "anchor_every": 1, "threads": 1}
+    whole = MemoryStore()
+    publisher = publish(whole, history[:1], **options)
+    base = len(whole.writes)
+    publisher.publish(1, history[1])
+    count = len(whole.writes) - base
+    publisher.publish(2, history[2])
+    for crash_in in range(count):
+        store = MemoryStore()
+        publisher = publish(store, history[:1], **options)
+        store.crash_after, store.crash_in = late, crash_in
+        with pytest.raises(Crash):
+            publisher.publish(1, history[1])
+        store.crash_in = None
+        at = Subscriber(store, RUN).newest()
+        assert at in (0, 1)
+        assert equal(fetch(store, at), history[at])
+        if not survives:
+            publisher = Publisher(store, RUN, **options)
+            assert publisher.resume() == at
+        publisher.publish(1, history[1])
+        publisher.publish(2, history[2])
+        assert store.objects == whole.objects
+        assert store.pointers == whole.pointers
+
+
+def test_what_a_killed_publisher_left_does_not_bind_the_next() -> None:
+    """Objects and manifest of version 1 lie there, the pointer does not name them, and version 1 becomes another."""
+    store, history = MemoryStore(), walk(1)
+    publisher = publish(store, history[:1], threads=1)
+    store.crash_in = 4
+    with pytest.raises(Crash):
+        publisher.publish(1, history[1])
+    assert any("/manifests/00000001-" in key for key in store.objects)
+    assert publisher.version == Subscriber(store, RUN).newest() == 0
+    store.crash_in = None
+    publisher.publish(1, weights(5))
+    assert equal(fetch(store, 1), weights(5))
+
+
+def test_a_full_disk_publishes_nothing_and_the_next_try_does(tmp_path: Path) -> None:
+    store, history = FolderStore(tmp_path), walk(1)
+    publisher = publish(store, history[:1])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+    try:
+        with pytest.raises(StoreError, match="no space for"):
+            publisher.publish(1, history[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert publisher.version == Subscriber(store, RUN).newest() == 0
+    publisher.publish(1, history[1])
+    assert equal(fetch(store, 1), history[1])
+
+
+CHANGES: dict[str, Any] = {
+    "a matrix": lambda policy: {QUERY: torch.randn(48, 40)},
+    "a vector": lambda policy: {NORM: torch.ones(17)},
+    "a new tensor": lambda policy: {"model.new.weight": torch.ones(3)},
+    "an untied head": lambda policy: {HEAD: policy[EMBED].clone()},
+    "another type of matrix": lambda policy: {QUERY: torch.randn(40)},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_tensors_make_a_version_whole(change: str) -> None:
+    """And the next one is a delta again; a subscriber follows over it, and back, from an anchor."""
+    store, history = MemoryStore(), walk(1)
+    history += [history[1] | CHANGES[change](history[1])]
+    history += [step(copy(history[2]), 5)]
+    publish(store, history, formats=("bf16", "nvfp4"), anchor_every=100)
+    for format in ("bf16", "nvfp4"):
+        follower = Subscriber(store, RUN, format=format)
+        for number, expected in enumerate(streams(history, format)):
+            stream = version(store, number).stream(format)
+            assert (stream.before is None) == bool(stream.anchor) == (number in (0, 2))
+            assert same(follower.fetch(number).tensors, expected)
+            assert same(fetch(store, number, format), expected)
+        assert same(follower.fetch(1).tensors, streams(history, format)[1])
+
+
+def test_a_format_that_is_new_at_a_resume_begins_whole_and_one_left_out_ends(store: Store) -> None:
+    history = walk(3)
+    publish(store, history[:2], formats=("bf16", "fp8"))
+    publisher = Publisher(store, RUN, formats=("bf16", "nvfp4"))
+    assert publisher.resume() == 1
+    publisher.publish(2, history[2])
+    publisher.publish(3, history[3])
+    found: Version = version(store, 2)
+    assert set(found.manifest.streams) == {"bf16", "nvfp4"}
+    assert not found.stream("bf16").anchor
+    assert found.stream("nvfp4").anchor
+    for number in (2, 3):
+        assert same(fetch(store, number, "nvfp4"), streams(history[2:], "nvfp4")[number - 2])
+        assert equal(fetch(store, number), history[number])
+    publisher = Publisher(store, RUN, formats=("bf16", "fp8"))
+    publisher.resume()
+    with pytest.raises(Conflict, match=r"with other weights \(fp8, its tensors\)"):
+        publisher.publish(3, history[3])
+
+
+def test_other_excluded_matrices_at_a_resume_make_a_version_whole(store: Store) -> None:
+    history = walk(2)
+    publish(store, history[:2], formats=("bf16", "fp8"), exclude=("*.q_proj.*",))
+    publisher = Publisher(store, RUN, formats=("bf16", "fp8"))
+    publisher.resume()
+    publisher.publish(2, history[2])
+    assert newest(store).manifest.whole
+    assert fetch(store, 2, "fp8")[QUERY].dtype == torch.float8_e4m3fn
+    assert equal(fetch(store, 2), history[2])
+
+
+def test_a_spoiled_store_is_no_base_to_resume_from() -> None:
+    store = MemoryStore()
+    publish(store, walk(1))
+    del store.objects[manifest_key(RUN, newest(store).ref)]
+    publisher = Publisher(store, RUN)
+    with pytest.raises(BadInput, match="it names version 1, whose manifest is not there"):
+        publisher.resume()
+    with pytest.raises(BadInput, match="it names version 1, whose manifest is not there"):
+        publisher.publish(0, weights())
+    assert publisher.version is None
+    assert Publisher(store, "run-2").resume() is None

@@ -1,0 +1,249 @@
+"""Retention: leases by the store's clock, and prunings that take nothing that anybody needs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farflung.core.errors import BadInput, Corrupt
+from farflung.weights import Compactor, FolderStore, Missing, Publisher, Subscriber
+from farflung.weights.history import History
+from farflung.weights.manifest import Seal, object_key
+from farflung.weights.retention import LIVE_SECONDS, Removed, held, prune
+from tests.weights.parts import (
+    RUN,
+    Crash,
+    MemoryStore,
+    Policy,
+    copy,
+    equal,
+    newest,
+    overwrite,
+    publish,
+    step,
+    walk,
+    weights,
+)
+
+
+def pruned(store: Any, keep: int, **options: Any) -> Removed:
+    return prune(History(store, RUN, Seal(None)), keep, **options)
+
+
+def old_run(versions: int = 9, **options: Any) -> tuple[MemoryStore, list[Policy]]:
+    """A run with an anchor every three versions and jumps, published long ago."""
+    store, history = MemoryStore(), walk(versions)
+    publish(store, history, anchor_every=3, **options)
+    Compactor(store, RUN).step()
+    store.now += 10 * LIVE_SECONDS
+    return store, history
+
+
+def test_the_newest_versions_can_still_be_joined_and_reached() -> None:
+    store, history = old_run(formats=("bf16", "nvfp4"))
+    follower = Subscriber(store, RUN)
+    follower.fetch(1)
+    assert pruned(store, 99) == Removed(floor=0, versions=0, objects=0, leases=0)
+    before = len(store.objects)
+    done = pruned(store, 3)
+    assert (done.floor, done.versions) == (6, 6)
+    assert before - len(store.objects) == done.versions + done.objects + 2 * len(
+        ["0-2", "2-4", "4-6", "0-4", "4-8", "0-8"]
+    )
+    assert pruned(store, 3) == Removed(floor=6, versions=0, objects=0, leases=0)
+    for number in range(6, 10):
+        assert equal(Subscriber(store, RUN).fetch(number).tensors, history[number])
+    for number in (0, 5):
+        with pytest.raises(Missing, match=f"version {number} was pruned"):
+            Subscriber(store, RUN).fetch(number)
+    assert equal(follower.fetch(9).tensors, history[9])
+    publisher = Publisher(store, RUN, anchor_every=3, formats=("bf16", "nvfp4"))
+    publisher.resume()
+    for number in range(10, 14):
+        history.append(step(copy(history[-1]), number))
+        publisher.publish(number, history[-1])
+    assert equal(follower.fetch(13).tensors, history[13])
+    with pytest.raises(BadInput, match="cannot keep 0 versions"):
+        pruned(store, 0)
+    assert pruned(MemoryStore(), 1) == Removed(0, 0, 0, 0)
+
+
+def test_what_a_live_subscriber_holds_stays_reachable() -> None:
+    store, history = old_run()
+    slow, gone = Subscriber(store, RUN, name="slow"), Subscriber(store, RUN, name="gone")
+    gone.fetch(1)
+    store.now += LIVE_SECONDS + 1
+    slow.fetch(4)
+    assert held(store, RUN) == {"slow": 4}
+    done = pruned(store, 1)
+    assert (done.floor, done.leases) == (3, 1)
+    store.reads.clear()
+    update = slow.fetch(9)
+    assert equal(update.tensors, history[9])
+    assert update.links > 0, "over deltas, and not anew"
+    assert equal(gone.fetch(9).tensors, history[9])
+    assert held(store, RUN) == {"slow": 9, "gone": 9}
+    assert pruned(store, 1).floor == 9
+
+
+def test_a_lease_is_renewed_for_as_long_as_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, _ = old_run()
+    subscriber = Subscriber(store, RUN, name="one")
+    subscriber.newest()
+    assert held(store, RUN) == {}, "it holds nothing yet"
+    subscriber.fetch(4)
+    clock = time.monotonic()
+    for minutes in range(1, 40):
+        store.now += 60
+        monkeypatch.setattr(time, "monotonic", lambda minutes=minutes: clock + 61 * minutes)
+        subscriber.newest()
+        assert held(store, RUN) == {"one": 4}
+    store.now += LIVE_SECONDS + 1
+    assert held(store, RUN) == {}
+
+
+def test_a_joiner_holds_its_anchor_before_it_has_its_version() -> None:
+    store, history = old_run()
+    seen: list[dict[str, int]] = []
+    get = store.get
+
+    def watched(key: str, max_bytes: int) -> bytes:
+        if "/objects/" in key:
+            seen.append(held(store, RUN))
+        return get(key, max_bytes)
+
+    store.get = watched  # type: ignore[method-assign]
+    assert equal(Subscriber(store, RUN, name="new").fetch(5).tensors, history[5])
+    assert seen[0] == {"new": 3}
+    assert held(store, RUN) == {"new": 5}
+
+
+@pytest.mark.parametrize("wrong", [b"", b"{}", b'{"version":-1}', b'{"version":1,"x":1}', b"[" * 4000, b"\xff"])
+def test_a_lease_that_cannot_be_read_stops_a_pruning(wrong: bytes) -> None:
+    store, _ = old_run()
+    store.write_note(f"{RUN}/leases/odd", wrong)
+    before = dict(store.objects)
+    with pytest.raises(Corrupt, match=r"lease run-1/leases/odd: not a lease: .*(\n.*)?remove it"):
+        pruned(store, 1)
+    assert store.objects == before
+
+
+def test_ages_are_the_stores_and_no_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine's clock is years off; the store's says that lease and orphan are young."""
+    store, history = FolderStore(tmp_path), walk(4)
+    publish(store, history, anchor_every=1)
+    store.put(f"{RUN}/objects/{'0' * 64}", b"of a publisher that is at work")
+    Subscriber(store, RUN, name="one").fetch(2)
+    now = time.time()
+    for wrong in (-1e8, 1e8):
+        monkeypatch.setattr(time, "time", lambda wrong=wrong: now + wrong)
+        assert held(store, RUN) == {"one": 2}
+        done = pruned(store, 1)
+        assert (done.floor, done.objects, done.leases) == (2, 0, 0)
+    done = pruned(store, 1, live_seconds=-1)
+    assert (done.floor, done.versions, done.leases) == (4, 2, 1)
+    assert not store.exists(f"{RUN}/objects/{'0' * 64}")
+    assert equal(Subscriber(store, RUN).fetch(4).tensors, history[4])
+
+
+def test_orphans_go_when_they_are_old_and_not_before() -> None:
+    """Objects and a manifest of a publisher that died, and jump objects of a compactor that died."""
+    store, history = old_run()
+    publisher = Publisher(store, RUN, anchor_every=3, threads=1)
+    publisher.resume()
+    reachable = set(store.objects)
+    store.crash_in = 4
+    with pytest.raises(Crash):
+        publisher.publish(10, step(copy(history[9]), 10))
+    store.crash_in = None
+    orphans = {key for key in set(store.objects) - reachable if "/objects/" in key}
+    assert len(orphans) == 2
+    assert pruned(store, 99).objects == 0
+    store.now += LIVE_SECONDS + 1
+    assert pruned(store, 99).objects == 2
+    assert not orphans & set(store.objects)
+    assert reachable <= set(store.objects)
+    publisher.publish(10, weights(5))
+    assert equal(Subscriber(store, RUN).fetch(10).tensors, weights(5))
+
+
+def test_objects_that_old_and_new_versions_share_stay() -> None:
+    """The weights go there and back, so that versions have the very same objects."""
+    store, one, two = MemoryStore(), weights(1), weights(2)
+    publish(store, [two if number % 2 else one for number in range(9)], anchor_every=2)
+    store.now += 10 * LIVE_SECONDS
+    assert pruned(store, 2).floor == 6
+    for number in (6, 7, 8):
+        assert equal(Subscriber(store, RUN).fetch(number).tensors, two if number % 2 else one)
+
+
+def test_all_that_is_kept_is_what_some_version_names() -> None:
+    store, _ = old_run()
+    pruned(store, 1)
+    version = newest(store)
+    stream = version.stream("bf16")
+    assert {key for key in store.objects if "/objects/" in key} == {
+        object_key(RUN, part) for part in (stream.schema, *stream.anchor, *stream.delta)
+    }
+    assert len([key for key in store.objects if "/manifests/" in key]) == 1
+    assert not any("/jumps/" in key for key in store.objects)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_pruning_that_stops_at_any_write_leaves_the_rest_whole(late: bool) -> None:
+    store, history = old_run(7)
+    whole = MemoryStore()
+    whole.objects, whole.pointers, whole.written = dict(store.objects), dict(store.pointers), dict(store.written)
+    whole.now = store.now
+    pruned(whole, 1)
+    deletions = len(store.objects) - len(whole.objects)
+    start = dict(store.objects)
+    for crash_in in range(deletions):
+        store.objects, store.written = dict(start), dict.fromkeys(start, 0.0) | {f"{RUN}/latest": 0.0}
+        follower = Subscriber(store, RUN)
+        follower.fetch(2)
+        store.crash_in, store.crash_after = crash_in, late
+        with pytest.raises(Crash):
+            pruned(store, 1)
+        store.crash_in = None
+        assert equal(follower.fetch(7).tensors, history[7])
+        for number in (6, 7):
+            assert equal(Subscriber(store, RUN).fetch(number).tensors, history[number])
+        for number in range(6):
+            try:
+                assert equal(Subscriber(store, RUN).fetch(number).tensors, history[number])
+            except Missing:
+                continue
+        pruned(store, 1)
+        assert store.objects == whole.objects
+    assert crash_in > 20
+
+
+def test_a_format_that_is_new_keeps_what_the_others_are_joined_from() -> None:
+    """The newest format has its first anchor at 5, the other its last one at 3: neither is a place to join both from."""
+    store, history = MemoryStore(), walk(8)
+    publish(store, history[:5], anchor_every=3)
+    publisher = Publisher(store, RUN, formats=("bf16", "fp8"), anchor_every=7)
+    publisher.resume()
+    for number in (5, 6):
+        publisher.publish(number, history[number])
+    store.now += 10 * LIVE_SECONDS
+    assert pruned(store, 1).floor == 0
+    assert equal(Subscriber(store, RUN).fetch(6).tensors, history[6])
+    publisher.publish(7, history[7])
+    assert pruned(store, 1).floor == 7
+    assert equal(Subscriber(store, RUN).fetch(7).tensors, history[7])
+
+
+def test_what_is_not_ours_is_left_alone() -> None:
+    store, _ = old_run()
+    foreign = [f"{RUN}/jumps/x-y", f"{RUN}/jumps/bf16/note-1", f"{RUN}/jumps/bf16/00000002", f"{RUN}/manifests/old"]
+    foreign += [f"{RUN}/notes/a", f"{RUN}/manifests/00000001-{'g' * 64}", "run-2/objects/a"]
+    for key in foreign:
+        overwrite(store, key, b"mine")
+        store.written[key] = 0
+    assert pruned(store, 1).floor == 9
+    assert all(key in store.objects for key in foreign)
