@@ -17,7 +17,7 @@ from farflung.weights.changes import Changes
 from farflung.weights.delta import Change, Dense, Whole
 from farflung.weights.elements import ElementType
 from farflung.weights.history import History, Link, Version
-from farflung.weights.manifest import Jump, Part, jump_key, name_part, object_key, read_jump, read_part
+from farflung.weights.manifest import Jump, Part, Seal, jump_key, name_part, object_key, read_jump, read_part
 from farflung.weights.schema import Schema
 from farflung.weights.store import Conflict, Missing, Store
 
@@ -29,8 +29,6 @@ class Compactor:
     """Makes the jumps of a run's versions as they come. One at a time is enough; two do no harm."""
 
     def __init__(self, store: Store, run: str, *, key: bytes | None = None, levels: int = LEVELS) -> None:
-        from farflung.weights.manifest import Seal
-
         if not 1 <= levels <= 30:
             raise BadInput(f"{levels} levels; 1 to 30 make sense", where="compactor")
         self._history = History(store, run, Seal(key))
@@ -39,19 +37,21 @@ class Compactor:
 
     def step(self) -> list[Jump]:
         """Make what is missing up to the newest version, oldest first. Raises Corrupt, StoreError."""
+        return list(self.jumps())
+
+    def jumps(self) -> Iterator[Jump]:
+        """As ``step``, each jump when it is stored. One who stops in the middle has lost nothing."""
         newest = self._history.newest()
-        made: list[Jump] = []
         if newest is None:
-            return made
+            return
         for number in range(self._done + 1, newest.number + 1):
             try:
                 version = self._history.find(number)
             except Missing:
                 continue  # pruned
             for format in version.manifest.streams:
-                made += self._make(version, format)
+                yield from self._make(version, format)
             self._done = number
-        return made
 
     def _make(self, version: Version, format: str) -> Iterator[Jump]:
         for level in range(1, self._levels + 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from farflung.core.errors import Corrupt
@@ -124,6 +125,16 @@ class History:
             return newest if newest.number == number else self.read(self.ref(number, newest))
         except Missing:
             raise Missing(f"version {number} was pruned", where=f"run {self.run}") from None
+
+    def back(self, version: Version) -> Iterator[Version]:
+        """This version and every one before it that is left, newest first. Raises Corrupt."""
+        yield version
+        while version.manifest.ancestors:
+            try:
+                version = self.read(version.manifest.ancestors[0])
+            except Missing:
+                return
+            yield version
 
     def ref(self, number: int, version: Version) -> Ref:
         """The name of an earlier version. Raises Missing when what leads to it was pruned."""

@@ -164,6 +164,16 @@ class Jump:
             raise Corrupt(f"not a jump: {error}", where=where) from None
 
 
+def derive_key(token: str) -> bytes:
+    """The key that a run's token gives, so that trainer and samplers share it without a secret of its own."""
+    return hmac.new(token.encode(), b"farflung weights", hashlib.sha256).digest()
+
+
+def is_signed(raw: bytes) -> bool:
+    """Whether a manifest or a jump, as it is stored, carries a signature; whose it is stays open."""
+    return b"\n" in raw
+
+
 class Seal:
     """Signs and checks with the run's key; without a key nothing is signed, and signatures are not looked at."""
 

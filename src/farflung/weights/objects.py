@@ -147,6 +147,10 @@ class ObjectStore:
     def list(self, folder: str) -> list[str]:
         return sorted(key for key in self._listed(folder) if not key.endswith(f"/{PROBE}"))
 
+    def folders(self) -> list[str]:
+        with self._explained("list", ""):
+            return sorted(self._reads.list_with_delimiter()["common_prefixes"])
+
     def delete(self, key: str) -> None:
         with suppress(Missing), self._explained("delete", check_key(key)):
             self._writes.delete(key)
@@ -280,7 +284,10 @@ class MirrorStore(ObjectStore):
         self._refuse(key)
 
     def list(self, folder: str) -> NoReturn:
-        raise BadInput("a mirror cannot list", where=self._where(check_key(folder)), mend="list the store behind it")
+        self._unlisted(check_key(folder))
+
+    def folders(self) -> NoReturn:
+        self._unlisted("")
 
     def delete(self, key: str) -> NoReturn:
         self._refuse(key)
@@ -290,6 +297,9 @@ class MirrorStore(ObjectStore):
 
     def ages(self, folder: str) -> NoReturn:
         self.list(folder)
+
+    def _unlisted(self, folder: str) -> NoReturn:
+        raise BadInput("a mirror cannot list", where=self._where(folder), mend="list the store behind it")
 
     def _refuse(self, key: str) -> NoReturn:
         raise BadInput("a mirror is read-only", where=self._where(check_key(key)), mend="write to the store behind it")

@@ -56,6 +56,10 @@ class Store(Protocol):
         """Every key below a folder (``"a/b"`` holds ``"a/b/c"`` but not ``"a/bc"``), sorted."""
         ...
 
+    def folders(self) -> list[str]:
+        """The names of the store's top folders, sorted: a weight store's runs."""
+        ...
+
     def delete(self, key: str) -> None:
         """Remove an object; one that is not there is fine."""
         ...
@@ -163,6 +167,15 @@ class FolderStore:
         top = self._path(folder)
         found = (Path(base, name) for base, _, names in os.walk(top) for name in names)
         return sorted(path.relative_to(self.root).as_posix() for path in found)
+
+    def folders(self) -> list[str]:
+        try:
+            found = [entry.name for entry in os.scandir(self.root) if entry.is_dir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StoreError(f"cannot list: {error.strerror}", where=str(self.root)) from error
+        return sorted(name for name in found if _SEGMENT.fullmatch(name))
 
     def delete(self, key: str) -> None:
         with self._explained(key, 0), suppress(FileNotFoundError):
