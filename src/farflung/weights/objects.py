@@ -34,7 +34,7 @@ from obstore.exceptions import (
 from obstore.store import HTTPStore, MemoryStore, from_url
 
 from farflung.core.errors import BadInput, Corrupt
-from farflung.weights.store import MAX_POINTER, Conflict, Missing, StoreError, check_key, check_pointer
+from farflung.weights.store import MAX_POINTER, SEGMENT, Conflict, Missing, StoreError, check_key, check_pointer
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -144,12 +144,13 @@ class ObjectStore:
             return True
         return False
 
-    def list(self, folder: str) -> list[str]:
-        return sorted(key for key in self._listed(folder) if not key.endswith(f"/{PROBE}"))
-
     def folders(self) -> list[str]:
         with self._explained("list", ""):
-            return sorted(self._reads.list_with_delimiter()["common_prefixes"])
+            found = self._reads.list_with_delimiter()["common_prefixes"]
+        return sorted(name for name in found if SEGMENT.fullmatch(name))
+
+    def list(self, folder: str) -> list[str]:
+        return sorted(key for key in self._listed(folder) if not key.endswith(f"/{PROBE}"))
 
     def delete(self, key: str) -> None:
         with suppress(Missing), self._explained("delete", check_key(key)):

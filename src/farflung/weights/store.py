@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from farflung.core.errors import BadInput, Corrupt, InfraError
 
 MAX_POINTER = 4096
-_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "memory")
 _MIRROR_SCHEMES = ("http", "https")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -52,12 +52,12 @@ class Store(Protocol):
 
     def exists(self, key: str) -> bool: ...
 
-    def list(self, folder: str) -> list[str]:
-        """Every key below a folder (``"a/b"`` holds ``"a/b/c"`` but not ``"a/bc"``), sorted."""
-        ...
-
     def folders(self) -> list[str]:
         """The names of the store's top folders, sorted: a weight store's runs."""
+        ...
+
+    def list(self, folder: str) -> list[str]:
+        """Every key below a folder (``"a/b"`` holds ``"a/b/c"`` but not ``"a/bc"``), sorted."""
         ...
 
     def delete(self, key: str) -> None:
@@ -110,7 +110,7 @@ def open_store(url: str, *, token: str | None = None) -> Store:
 
 def check_key(key: str) -> str:
     """Returns the key. Raises BadInput for one that could leave the store or clash with its own files."""
-    if not all(_SEGMENT.fullmatch(segment) for segment in key.split("/")):
+    if not all(SEGMENT.fullmatch(segment) for segment in key.split("/")):
         raise BadInput(f"{key!r} is not a store key", mend="use letters, digits, '_', '-', '.', joined by '/'")
     return key
 
@@ -163,11 +163,6 @@ class FolderStore:
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()
 
-    def list(self, folder: str) -> list[str]:
-        top = self._path(folder)
-        found = (Path(base, name) for base, _, names in os.walk(top) for name in names)
-        return sorted(path.relative_to(self.root).as_posix() for path in found)
-
     def folders(self) -> list[str]:
         try:
             found = [entry.name for entry in os.scandir(self.root) if entry.is_dir()]
@@ -175,7 +170,12 @@ class FolderStore:
             return []
         except OSError as error:
             raise StoreError(f"cannot list: {error.strerror}", where=str(self.root)) from error
-        return sorted(name for name in found if _SEGMENT.fullmatch(name))
+        return sorted(name for name in found if SEGMENT.fullmatch(name))
+
+    def list(self, folder: str) -> list[str]:
+        top = self._path(folder)
+        found = (Path(base, name) for base, _, names in os.walk(top) for name in names)
+        return sorted(path.relative_to(self.root).as_posix() for path in found)
 
     def delete(self, key: str) -> None:
         with self._explained(key, 0), suppress(FileNotFoundError):
