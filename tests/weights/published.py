@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from farflung.weights import Compactor, FolderStore, Publisher
+from farflung.weights import Compactor, FolderStore, Publisher, Store
 from farflung.weights.manifest import derive_key
 
-RUN, TOKEN = "r1", "a long random word"
+RUN, TOKEN = "r1", "a-long-random-word"
 KEY = derive_key(TOKEN)
 FORMATS = ("bf16", "fp8", "nvfp4")
 
@@ -39,7 +39,7 @@ def step(weights: Policy, seed: int) -> None:
 
 
 def publish(
-    store: FolderStore,
+    store: Store,
     versions: int,
     *,
     run: str = RUN,
@@ -47,12 +47,15 @@ def publish(
     key: bytes | None = KEY,
     anchor_every: int = 4,
     jumps: bool = True,
+    resume: bool = False,
 ) -> list[Policy]:
-    """Versions 0 to ``versions`` - 1; returns the weights of each."""
+    """Versions 0 to ``versions`` - 1, or those of them that follow what is there; returns the weights of each."""
     weights, history = policy(), []
     publisher = Publisher(store, run, formats=formats, anchor_every=anchor_every, key=key)
+    first = 0 if not resume else (publisher.resume() or 0) + 1
     for version in range(versions):
-        publisher.publish(version, weights)
+        if version >= first:
+            publisher.publish(version, weights)
         history.append(deepcopy(weights))
         step(weights, version)
     if jumps:

@@ -98,7 +98,7 @@ def prune(history: History, keep: int, *, live_seconds: float = LIVE_SECONDS, dr
     live = held(store, run, live_seconds)
     lowest = min([max(0, newest.number - keep + 1), *live.values()])
     floor = _whole_below(history, newest, lowest)
-    kept = {key for version in history.back(newest) if version.number >= floor for key in _objects(run, version)}
+    kept = {key for version in history.back(newest) if version.number >= floor for key in object_keys(run, version)}
     names, gone = store.ages(run), Counter[str]()
 
     def remove(key: str, kind: str) -> None:
@@ -134,7 +134,8 @@ def _whole_below(history: History, newest: Version, lowest: int) -> int:
     return 0
 
 
-def _objects(run: str, version: Version) -> Iterator[str]:
+def object_keys(run: str, version: Version) -> Iterator[str]:
+    """The keys of all objects that a version names."""
     for stream in version.manifest.streams.values():
         for part in (stream.schema, *stream.delta, *stream.anchor):
             yield object_key(run, part)

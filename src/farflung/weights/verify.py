@@ -29,7 +29,7 @@ from farflung.weights.manifest import (
     read_jump,
     read_part,
 )
-from farflung.weights.retention import decode_lease
+from farflung.weights.retention import decode_lease, object_keys
 from farflung.weights.schema import Schema
 from farflung.weights.store import Missing
 
@@ -91,7 +91,7 @@ class _Pruned(Exception):
 
 @dataclass
 class _Walk:
-    """``named``: manifests by the versions they hold; ``read``: bytes of objects by hash; ``complete``: all manifests were read."""
+    """``named``: manifests by the versions they hold; ``read``: bytes of objects by hash; ``complete``: all that names objects was read."""
 
     history: History
     progress: Progress
@@ -134,6 +134,7 @@ class _Walk:
                 self.complete = False
                 continue
             self.versions[number] = version
+            self.known.update(object_keys(self.history.run, version))
             for earlier in (*version.manifest.ancestors, version.manifest.anchored):
                 if earlier is not None:
                     self.named.setdefault(earlier.version, earlier)
@@ -210,6 +211,7 @@ class _Walk:
         """The image of this version; None where neither its delta nor its whole copy gives it."""
         schema = self._schema(stream.schema, version)
         if schema is None:
+            self.complete = False
             return None
         image = self._follow(image, version, format, stream, schema)
         if stream.anchor:
@@ -294,10 +296,12 @@ class _Walk:
             jump = read_jump(self.history.store, run, format, version.number, span, self.history.seal)
         except Corrupt as error:
             self._fault(error, _make_again(key))
+            self.complete = False
             return
         if jump is None:
             return
         self.jumps += 1
+        self.known |= {object_key(run, part) for part in jump.delta}
         first = self.versions.get(start)
         before = first.manifest.streams.get(format) if first is not None else None
         if jump.root != stream.root or (before is not None and jump.before != before.root):
@@ -317,7 +321,6 @@ class _Walk:
     def _schema(self, part: Part, version: Version) -> Schema | None:
         if part.sha256 in self.schemas:
             return self.schemas[part.sha256]
-        self.known.add(object_key(self.history.run, part))
         where = f"schema {object_key(self.history.run, part)}"
         try:
             raw = read_part(self.history.store, self.history.run, part)
@@ -338,7 +341,6 @@ class _Walk:
         ``owner``: the key of what names them.
         """
         run, seen = self.history.run, set[int]()
-        self.known |= {object_key(run, part) for part in parts}
 
         def read(part: Part) -> list[Change] | Missing | Corrupt:
             where = f"object {object_key(run, part)}"
