@@ -319,6 +319,20 @@ def test_compact_follows_until_it_is_stopped(tmp_path: Path, token: Path) -> Non
         assert (started.returncode, out, error) == (0, "stopped; every jump that was named is stored\n", "")
 
 
+def test_following_outlives_a_store_that_fails_for_a_while(tmp_path: Path, token: Path) -> None:
+    store = in_folder(tmp_path / "store", 3, jumps=False, formats=("bf16",))
+    pointer, kept = store.root / RUN / "latest", tmp_path / "kept"
+    with process("compact", store.root, "--key-file", token, "--follow", "--interval", "0.05") as started:
+        assert read_line(started).startswith("bf16: 0 to 2, ")
+        pointer.rename(kept)
+        pointer.symlink_to("latest")  # a loop, which no one can open
+        assert started.stderr is not None
+        assert "cannot read: Too many levels of symbolic links" in started.stderr.readline()
+        kept.replace(pointer)
+        publish(store, 5, formats=("bf16",), jumps=False, resume=True)
+        assert read_line(started).startswith("bf16: 2 to 4, ")
+
+
 def test_following_ends_after_its_time(weights: Run, store: FolderStore, token: Path) -> None:
     code, _, said = weights("compact", store.root, "--key-file", token, "--follow", "--minutes", 0)
     assert (code, said) == (0, "")
