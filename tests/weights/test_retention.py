@@ -46,14 +46,14 @@ def test_the_newest_versions_can_still_be_joined_and_reached() -> None:
     store, history = old_run(formats=("bf16", "nvfp4"))
     follower = Subscriber(store, RUN)
     follower.fetch(1)
-    assert pruned(store, 99) == Removed(floor=0, versions=0, objects=0, leases=0)
+    assert pruned(store, 99) == Removed(0, 0, 0, 0, 0)
     before = len(store.objects)
     done = pruned(store, 3)
     assert (done.floor, done.versions) == (6, 6)
     assert before - len(store.objects) == done.versions + done.objects + 2 * len(
         ["0-2", "2-4", "4-6", "0-4", "4-8", "0-8"]
     )
-    assert pruned(store, 3) == Removed(floor=6, versions=0, objects=0, leases=0)
+    assert pruned(store, 3) == Removed(6, 0, 0, 0, 0)
     for number in range(6, 10):
         assert equal(Subscriber(store, RUN).fetch(number).tensors, history[number])
     for number in (0, 5):
@@ -68,7 +68,7 @@ def test_the_newest_versions_can_still_be_joined_and_reached() -> None:
     assert equal(follower.fetch(13).tensors, history[13])
     with pytest.raises(BadInput, match="cannot keep 0 versions"):
         pruned(store, 0)
-    assert pruned(MemoryStore(), 1) == Removed(0, 0, 0, 0)
+    assert pruned(MemoryStore(), 1) == Removed(0, 0, 0, 0, 0)
 
 
 def test_what_a_live_subscriber_holds_stays_reachable() -> None:

@@ -19,6 +19,7 @@ COMMANDS = {
     "eval": "measure pass@1 and pass@k of a model or a run on held-out tasks",
     "ablate": "measure what each part of the correction is worth, on a small task",
     "serve": "run one sampler (a train run starts its own; this one can join from elsewhere)",
+    "weights": "look at a run's weight versions, verify, prune, write a checkpoint, serve a mirror",
     "warmstart": "make a first policy from solved episodes, as the packaged one was made",
     "init": "write a commented recipe to start from",
     "doctor": "look at this machine and say what would go wrong",

@@ -36,14 +36,16 @@ class Compactor:
 
     def step(self) -> list[Jump]:
         """Make what is missing up to the newest version, oldest first. Raises Corrupt, StoreError."""
+        return list(self.jumps())
+
+    def jumps(self) -> Iterator[Jump]:
+        """As ``step``, each jump when it is stored. One who stops in the middle has lost nothing."""
         newest = self._history.newest()
-        made: list[Jump] = []
         if newest is None:
-            return made
+            return
         for number in range(self._done + 1, newest.number + 1):
-            made += self._history.afresh(partial(self._jumps, number))
+            yield from self._history.afresh(partial(self._jumps, number))
             self._done = number
-        return made
 
     def _jumps(self, number: int) -> list[Jump]:
         try:

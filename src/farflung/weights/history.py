@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -145,6 +145,16 @@ class History:
             return newest if newest.number == number else self.read(self.ref(number, newest))
         except Missing:
             raise Missing(f"version {number} was pruned", where=f"run {self.run}") from None
+
+    def back(self, version: Version) -> Iterator[Version]:
+        """This version and every one before it that is left, newest first. Raises Corrupt."""
+        yield version
+        while version.manifest.ancestors:
+            try:
+                version = self.read(version.manifest.ancestors[0])
+            except Missing:
+                return
+            yield version
 
     def ref(self, number: int, version: Version) -> Ref:
         """The name of an earlier version. Raises Missing when what leads to it was pruned."""

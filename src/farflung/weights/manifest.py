@@ -173,8 +173,13 @@ class Jump:
 
 
 def derive_key(token: str) -> bytes:
-    """The signing key of a run, from the secret token that its processes share anyway."""
+    """The key that a run's token gives, so that trainer and samplers share it without a secret of its own."""
     return hmac.new(token.encode(), b"farflung weights", hashlib.sha256).digest()
+
+
+def is_signed(raw: bytes) -> bool:
+    """Whether a manifest or a jump, as it is stored, carries a signature; whose it is stays open."""
+    return b"\n" in raw
 
 
 class Seal:

@@ -34,7 +34,7 @@ from obstore.exceptions import (
 from obstore.store import HTTPStore, MemoryStore, from_url
 
 from farflung.core.errors import BadInput, Corrupt
-from farflung.weights.store import MAX_POINTER, Conflict, Missing, StoreError, check_key, check_pointer
+from farflung.weights.store import MAX_POINTER, SEGMENT, Conflict, Missing, StoreError, check_key, check_pointer
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -143,6 +143,11 @@ class ObjectStore:
             self._reads.head(key)
             return True
         return False
+
+    def folders(self) -> list[str]:
+        with self._explained("list", ""):
+            found = self._reads.list_with_delimiter()["common_prefixes"]
+        return sorted(name for name in found if SEGMENT.fullmatch(name))
 
     def list(self, folder: str) -> list[str]:
         return sorted(key for key in self._listed(folder) if not key.endswith(f"/{PROBE}"))
@@ -280,7 +285,10 @@ class MirrorStore(ObjectStore):
         self._refuse(key)
 
     def list(self, folder: str) -> NoReturn:
-        raise BadInput("a mirror cannot list", where=self._where(check_key(folder)), mend="list the store behind it")
+        self._unlisted(check_key(folder))
+
+    def folders(self) -> NoReturn:
+        self._unlisted("")
 
     def delete(self, key: str) -> NoReturn:
         self._refuse(key)
@@ -290,6 +298,9 @@ class MirrorStore(ObjectStore):
 
     def ages(self, folder: str) -> NoReturn:
         self.list(folder)
+
+    def _unlisted(self, folder: str) -> NoReturn:
+        raise BadInput("a mirror cannot list", where=self._where(folder), mend="list the store behind it")
 
     def _refuse(self, key: str) -> NoReturn:
         raise BadInput("a mirror is read-only", where=self._where(check_key(key)), mend="write to the store behind it")

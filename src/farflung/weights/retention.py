@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from farflung.core.errors import BadInput, Corrupt
 from farflung.weights.history import History, Version
 from farflung.weights.manifest import object_key, read_jump
-from farflung.weights.store import Missing, Store, check_name
+from farflung.weights.store import Store, check_name
 from farflung.weights.strict import count, loads, need
 
 _MANIFEST = re.compile(r"manifests/([0-9]{8,15})-[0-9a-f]{64}")
@@ -53,10 +54,11 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What a pruning took away; ``floor`` is the oldest version that is left."""
+    """How many keys of each kind a pruning took away; ``floor`` is the oldest version that is left."""
 
     floor: int
     versions: int
+    jumps: int
     objects: int
     leases: int
 
@@ -68,59 +70,69 @@ def held(store: Store, run: str, live_seconds: float = LIVE_SECONDS) -> dict[str
         raw = store.read_pointer(key) if age <= live_seconds else None
         if raw is None:
             continue
-        try:
-            data = loads(raw)
-            need(set(data) == {"version"}, f"its fields are {sorted(data)}")
-            found[key.rsplit("/", 1)[1]] = count(data["version"])
-        except (ValueError, RecursionError) as error:
-            raise Corrupt(f"not a lease: {error}", where=f"lease {key}", mend="remove it") from None
+        found[key.rsplit("/", 1)[1]] = decode_lease(raw, f"lease {key}")
     return found
 
 
-def prune(history: History, keep: int, *, live_seconds: float = LIVE_SECONDS) -> Removed:
+def decode_lease(raw: bytes, where: str) -> int:
+    """The version that is held. Raises Corrupt."""
+    try:
+        data = loads(raw)
+        need(set(data) == {"version"}, f"its fields are {sorted(data)}")
+        return count(data["version"])
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"not a lease: {error}", where=where, mend="remove it") from None
+
+
+def prune(history: History, keep: int, *, live_seconds: float = LIVE_SECONDS, dry_run: bool = False) -> Removed:
     """Remove old versions; the newest ``keep``, and all that live subscribers hold, can still be reached and joined.
 
     Everything from the newest version at or below those that is stored whole in all its formats stays. Manifests go
     before their objects, oldest first, so that a pruning that is cut off leaves nothing half readable. Objects that no
-    version names (of a publisher that died) go too once they are older than ``live_seconds``.
+    version names (of a publisher that died) go too once they are older than ``live_seconds``. ``dry_run``: only say what
+    would go.
     """
     if keep < 1:
         raise BadInput(f"cannot keep {keep} versions", where=f"run {history.run}", mend="keep at least 1")
     store, run = history.store, history.run
     # What is there is listed before it is read what is needed: whatever comes to be needed later is not in the list.
-    names, versions, objects, leases = store.ages(run), 0, 0, 0
+    names = store.ages(run)
     live = held(store, run, live_seconds)
     history.forget()
     newest = history.newest()
     if newest is None:
-        return Removed(0, 0, 0, 0)
+        return Removed(0, 0, 0, 0, 0)
     lowest = min([max(0, newest.number - keep + 1), *live.values()])
     floor = _whole_below(history, newest, lowest)
-    kept = {key for version in _down(history, newest) if version.number >= floor for key in _objects(run, version)}
+    kept = {key for version in history.back(newest) if version.number >= floor for key in object_keys(run, version)}
+    gone = Counter[str]()
+
+    def remove(key: str, kind: str) -> None:
+        gone[kind] += 1
+        if not dry_run:
+            store.delete(key)
+
     for key in sorted(names):
         name = key.removeprefix(f"{run}/")
         if (found := _MANIFEST.fullmatch(name)) and int(found[1]) < floor:
-            store.delete(key)
-            versions += 1
+            remove(key, "versions")
         elif found := _JUMP.fullmatch(name):
             format, number, span = found[1], int(found[2]), int(found[3])
             if number - span < floor:
-                store.delete(key)
+                remove(key, "jumps")
             else:
                 kept |= _jump_objects(history, format, number, span)
         elif (found := _LEASE.fullmatch(name)) and found[1] not in live and names[key] > live_seconds:
-            store.delete(key)
-            leases += 1
+            remove(key, "leases")
     for key, age in names.items():
         if key.startswith(f"{run}/objects/") and key not in kept and age > live_seconds:
-            store.delete(key)
-            objects += 1
-    return Removed(floor, versions, objects, leases)
+            remove(key, "objects")
+    return Removed(floor, gone["versions"], gone["jumps"], gone["objects"], gone["leases"])
 
 
 def _whole_below(history: History, newest: Version, lowest: int) -> int:
     """The newest version up to ``lowest`` from which every format of the newest one can be joined; 0 if that is gone."""
-    for version in _down(history, newest):
+    for version in history.back(newest):
         if version.number <= lowest and all(
             name in version.manifest.streams and version.manifest.streams[name].anchor
             for name in newest.manifest.streams
@@ -129,18 +141,8 @@ def _whole_below(history: History, newest: Version, lowest: int) -> int:
     return 0
 
 
-def _down(history: History, version: Version) -> Iterator[Version]:
-    """Every version that is left, newest first."""
-    yield version
-    while version.manifest.ancestors:
-        try:
-            version = history.read(version.manifest.ancestors[0])
-        except Missing:
-            return
-        yield version
-
-
-def _objects(run: str, version: Version) -> Iterator[str]:
+def object_keys(run: str, version: Version) -> Iterator[str]:
+    """The keys of all objects that a version names."""
     for stream in version.manifest.streams.values():
         for part in (stream.schema, *stream.delta, *stream.anchor, *stream.small):
             yield object_key(run, part)

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from farflung.core.errors import BadInput, Corrupt, InfraError
 
 MAX_POINTER = 4096
-_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "memory")
 _MIRROR_SCHEMES = ("http", "https")
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -51,6 +51,10 @@ class Store(Protocol):
         ...
 
     def exists(self, key: str) -> bool: ...
+
+    def folders(self) -> list[str]:
+        """The names of the store's top folders, sorted: a weight store's runs."""
+        ...
 
     def list(self, folder: str) -> list[str]:
         """Every key below a folder (``"a/b"`` holds ``"a/b/c"`` but not ``"a/bc"``), sorted."""
@@ -106,14 +110,14 @@ def open_store(url: str, *, token: str | None = None) -> Store:
 
 def check_key(key: str) -> str:
     """Returns the key. Raises BadInput for one that could leave the store or clash with its own files."""
-    if not all(_SEGMENT.fullmatch(segment) for segment in key.split("/")):
+    if not all(SEGMENT.fullmatch(segment) for segment in key.split("/")):
         raise BadInput(f"{key!r} is not a store key", mend="use letters, digits, '_', '-', '.', joined by '/'")
     return key
 
 
 def check_name(name: str, what: str) -> str:
     """Returns the name, of ``what``. Raises BadInput for one that is not a single segment of a key."""
-    if not _SEGMENT.fullmatch(name):
+    if not SEGMENT.fullmatch(name):
         mend = "use letters, digits, '_', '-' and '.', and begin with neither dot nor dash"
         raise BadInput(f"{name!r} is not the name of a {what}", mend=mend)
     return name
@@ -167,6 +171,15 @@ class FolderStore:
 
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()
+
+    def folders(self) -> list[str]:
+        try:
+            found = [entry.name for entry in os.scandir(self.root) if entry.is_dir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StoreError(f"cannot list: {error.strerror}", where=str(self.root)) from error
+        return sorted(name for name in found if SEGMENT.fullmatch(name))
 
     def list(self, folder: str) -> list[str]:
         top = self._path(folder)
