@@ -30,12 +30,12 @@ def policy() -> Policy:
     return named | {"lm_head.weight": named["model.embed_tokens.weight"]}
 
 
-def step(weights: Policy, seed: int) -> None:
+def step(weights: Policy, seed: int, size: float = 2e-5) -> None:
     """As an optimiser does, in place."""
     draw = torch.Generator().manual_seed(seed)
     for name, tensor in weights.items():
         if name != "lm_head.weight":
-            tensor += 2e-5 * torch.randn(tensor.shape, generator=draw)
+            tensor += size * torch.randn(tensor.shape, generator=draw)
 
 
 def publish(
