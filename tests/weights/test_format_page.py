@@ -122,6 +122,8 @@ class Reader:
                 items = size * bits // (8 * width)
                 name = ("dense", "whole")[forms[i] - 1] + str(width)
                 values = sum(take(f"{name}.{b}", items) << 8 * b for b in range(width))
+                if forms[i] == 1:
+                    values = np.where(values % 2 == 0, values // 2, -(values // 2) - 1) % (1 << 8 * width)
                 if bits == 4:
                     values = np.stack([values & 15, values >> 4], 1).reshape(-1)
                 target[:] = values if forms[i] == 2 else (target + values) % (1 << bits)

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 THREADS = 2
+MOST_CHANGED = 0.25
+"""Of a version's elements: where more may differ, nobody is helped by their positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,8 @@ class Update:
     """A version, verified. ``tensors`` by every name they were published under, over memory that the next ``fetch`` changes.
 
     ``changed``: flat positions, rising, of the elements that differ from what this subscriber handed out before, for tensors
-    with any; None when it handed out nothing, when more than a quarter may differ, and when tensors came whole. ``bytes``: what was fetched for it. Seconds to stage (fetch and decode) and
-    to apply (and hash).
+    with any; None when it handed out nothing, when more than a quarter may differ, and when tensors came whole. ``bytes``:
+    what was fetched for it. Seconds to stage (fetch and decode) and to apply (and hash).
     """
 
     version: int
@@ -326,7 +328,7 @@ class Subscriber:
 def _positions(schema: Schema, changes: Mapping[int, Change]) -> dict[str, Positions] | None:
     """Which elements of each tensor changed; None where a piece came whole, or most is new."""
     total = sum(piece.size for piece in schema.pieces)
-    if sum(_count(change.content, schema.pieces[n]) for n, change in changes.items()) > delta.DENSE_SHARE * total:
+    if sum(_count(change.content, schema.pieces[n]) for n, change in changes.items()) > MOST_CHANGED * total:
         return None
     found: dict[str, list[Positions]] = {}
     for number in sorted(changes):
