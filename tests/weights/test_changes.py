@@ -7,7 +7,7 @@ from typing import Any
 import hypothesis.extra.numpy as hnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung.weights import changes
@@ -36,6 +36,7 @@ def values(array: Bits, kind: ElementType) -> list[int]:
     return [int(x) for x in array] if kind.bits > 4 else [c for x in array for c in (int(x) & 15, int(x) >> 4)]
 
 
+@settings(deadline=None)
 @given(arrays(2))
 def test_exactly_the_elements_that_differ_are_found(drawn: tuple[ElementType, list[Bits]]) -> None:
     kind, (before, after) = drawn
@@ -46,6 +47,7 @@ def test_exactly_the_elements_that_differ_are_found(drawn: tuple[ElementType, li
     assert found.steps.dtype == kind.dtype
 
 
+@settings(deadline=None)
 @given(arrays(2))
 def test_applied_and_taken_back(drawn: tuple[ElementType, list[Bits]]) -> None:
     kind, (before, after) = drawn
@@ -56,6 +58,7 @@ def test_applied_and_taken_back(drawn: tuple[ElementType, list[Bits]]) -> None:
     np.testing.assert_array_equal(array, before)
 
 
+@settings(deadline=None)
 @given(arrays(3))
 def test_two_changes_fold_into_what_is_found_between_the_ends(drawn: tuple[ElementType, list[Bits]]) -> None:
     kind, (one, two, three) = drawn

@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis.extra.numpy as hnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung.core import frame
@@ -66,6 +66,7 @@ def agree(found: list[Bits], expected: list[Bits]) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_every_bit_arrives_and_can_be_taken_back(data: st.DataObject) -> None:
     before = start()
@@ -79,6 +80,7 @@ def test_every_bit_arrives_and_can_be_taken_back(data: st.DataObject) -> None:
     agree(after, before)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_changes_of_several_versions_fold_into_one(data: st.DataObject) -> None:
     versions = [start()]
@@ -276,6 +278,7 @@ def spoiled(draw: st.DrawFn) -> bytes:
     return frame.encode(header, planes)
 
 
+@settings(deadline=None)
 @given(spoiled())
 def test_a_spoiled_object_is_corrupt_or_fits_the_schema_and_costs_no_memory(raw: bytes) -> None:
     """Alone, without the hashes around it."""
@@ -293,6 +296,7 @@ def test_a_spoiled_object_is_corrupt_or_fits_the_schema_and_costs_no_memory(raw:
         delta.apply(np.zeros(piece.size // piece.kind.per_item, piece.kind.dtype), change.content, piece.kind)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_noise_is_corrupt(raw: bytes) -> None:
     with pytest.raises(Corrupt):

@@ -203,22 +203,38 @@ def test_a_piece_that_two_objects_hold_is_refused(store: FolderStore, two: Two) 
     two.refuse(1, "bf16 of version 1: two objects hold the same piece")
 
 
-def test_wrong_steps_under_right_hashes_are_found_once_they_are_applied(store: FolderStore, two: Two) -> None:
-    """They cannot be seen before. Nothing is handed out, and what is held is mended from the store."""
-    (key,) = (object_key(RUN, part) for part in newest(store).stream("bf16").delta[:1])
-    changes = delta.decode(raw(store, key), schema_of(store), where=key)
+def wrong_steps(store: FolderStore) -> tuple[list[Any], str]:
+    """Version 1's delta with the steps of one tensor spoiled and its hashes right, and the tensor's name."""
+    first, *others = deltas(store)
+    changes = delta.decode(store.get(f"{RUN}/objects/{first[0]}", first[1]), schema_of(store), where="delta")
     content = changes[0].content
     assert isinstance(content, Changes)
     steps = np.where(content.steps == 1, np.uint16(2), np.uint16(1))
-    wrong = Change(changes[0].piece, changes[0].after, Changes(content.positions, steps))
-    right = deltas(store)
-    forge(store, delta=[add_object(store, delta.encode([wrong, *changes[1:]], schema_of(store)).raw), *right[1:]])
-    tensor = schema_of(store).pieces[wrong.piece].tensor
+    changes[0] = Change(changes[0].piece, changes[0].after, Changes(content.positions, steps))
+    spoiled = add_object(store, delta.encode(changes, schema_of(store)).raw)
+    return [spoiled, *others], schema_of(store).pieces[changes[0].piece].tensor
+
+
+def test_wrong_steps_under_right_hashes_are_found_once_they_are_applied(store: FolderStore, two: Two) -> None:
+    """They cannot be seen before. Nothing is handed out, and what is held is mended from the store."""
+    parts, tensor = wrong_steps(store)
+    forge(store, delta=parts)
     for subscriber in two.subscribers():
         with pytest.raises(Corrupt, match=f"bf16 of version 1, tensor {tensor}: it does not have the published hash"):
             subscriber.fetch(1)
         assert (subscriber.version, subscriber.image) == (None, None)
         assert equal(subscriber.fetch(0).tensors, two.history[0])
+
+
+def test_a_way_back_that_leads_elsewhere_is_found_and_left(store: FolderStore, history: list[Policy]) -> None:
+    forge(store, delta=wrong_steps(store)[0])
+    subscriber = Subscriber(store, RUN)
+    assert equal(subscriber.fetch(1).tensors, history[1]), "from its anchor"
+    with pytest.raises(Corrupt, match=r"bf16, root .*: the changes do not lead back to the published weights"):
+        subscriber.fetch(0)
+    assert (subscriber.version, subscriber.image) == (None, None)
+    for number in (0, 1):
+        assert equal(subscriber.fetch(number).tensors, history[number])
 
 
 def anchor(store: FolderStore, changes: list[Change]) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung.core.errors import BadInput, Corrupt
@@ -141,6 +141,7 @@ values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(values, st.sampled_from(["run", "version", "ancestors", "anchored", "streams"]))
 def test_no_value_in_a_manifest_escapes_its_check(store: MemoryStore, value: Any, field: str) -> None:
     data = json.loads(newest(store).manifest.encode())
@@ -148,6 +149,7 @@ def test_no_value_in_a_manifest_escapes_its_check(store: MemoryStore, value: Any
         assert Manifest.decode(json.dumps(data | {field: value}).encode(), "here").streams
 
 
+@settings(deadline=None)
 @given(values, st.sampled_from(["version", "span", "before", "root", "changed", "delta", "run", "stream"]))
 def test_no_value_in_a_jump_escapes_its_check(store: MemoryStore, value: Any, field: str) -> None:
     jump = read_jump(store, RUN, "bf16", 4, 4, OPEN)
@@ -157,6 +159,7 @@ def test_no_value_in_a_jump_escapes_its_check(store: MemoryStore, value: Any, fi
         Jump.decode(json.dumps(json.loads(jump.encode()) | {field: value}).encode(), "here")
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=40) | st.builds(lambda value: json.dumps(value).encode(), values))
 def test_a_pointer_is_read_or_corrupt(data: bytes) -> None:
     ref = Ref(12, "a" * 64)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung.core.errors import Corrupt
@@ -117,6 +117,7 @@ values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(values, st.sampled_from(["tensors", "pieces", "tied"]))
 def test_no_value_escapes_its_check(value: Any, field: str) -> None:
     """Corrupt or a schema whose pieces cover its tensors, never another exception."""

@@ -109,7 +109,8 @@ class Subscriber:
         and tensor for bytes that do not verify.
         """
         with self._fetching:
-            self._open()
+            if not self._opened:
+                self._image, self._opened = self._room.load(), True
             return self._history.afresh(lambda: self._fetch(version))
 
     def _fetch(self, version: int) -> Update:
@@ -117,6 +118,9 @@ class Subscriber:
         wanted = self._history.find(version)
         root = wanted.stream(self.format).root
         image, staged = self._image, began
+        if image is not None:
+            # Left by another process, or by a fetch that failed: which are torn is known before anything is planned.
+            image.torn = set(self._differing(image, image.torn))
         # What changed is told against what was handed out last, which a fetch that failed since may have moved on from.
         known = image is not None and not image.torn and image.root == self._handed
         changes: Mapping[int, Change] | None = {}
@@ -138,14 +142,6 @@ class Subscriber:
             self._lease.hold(version)
         spent = staged - began, time.monotonic() - staged
         return Update(version, image.tensors(), changed, self._fetched, self._links, *spent)
-
-    def _open(self) -> None:
-        """What an earlier process left, its pieces hashed: which are torn is known before anything is planned."""
-        if not self._opened:
-            self._image = self._room.load()
-            if self._image is not None:
-                self._image.torn = set(self._differing(self._image, self._image.torn))
-            self._opened = True
 
     def _changes(self, image: Image, wanted: Version) -> Mapping[int, Change] | None:
         """What makes the image the wanted version, staged; None where an anchor is the cheaper start, or the only one."""
@@ -280,7 +276,7 @@ class Subscriber:
         image.torn -= {number for number in sound if found[number] == hashes[number]}
 
     def _repair(self, image: Image, wanted: Version) -> None:
-        """Torn pieces whose bits are right after all stay; the others are made again, from the anchor."""
+        """Torn pieces whose bits are those of the version after all stay; the others are made again, from the anchor."""
         if odd := self._differing(image, image.torn):
             anchored, links = self._anchored(wanted)
             fresh = {number: np.zeros_like(image.piece(number)) for number in odd}
