@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from farflung.core.errors import BadInput
+from farflung.core.errors import BadInput, Corrupt
 from farflung.weights import Conflict, FolderStore, Publisher, StoreError, Subscriber
 from farflung.weights.history import Version
-from farflung.weights.manifest import manifest_key, pointer_key
+from farflung.weights.manifest import encode_pointer, manifest_key, pointer_key
 from farflung.weights.store import Store
 from tests.weights.parts import (
     DOWN,
@@ -29,6 +29,7 @@ from tests.weights.parts import (
     differing,
     equal,
     newest,
+    overwrite,
     publish,
     same,
     step,
@@ -217,7 +218,10 @@ def test_versions_neither_skip_nor_go_back(store: Store) -> None:
     with pytest.raises(BadInput, match=r"run run-1: version 1 cannot follow nothing\n.*resume"):
         Publisher(store, RUN).publish(1, weights())
     publisher = publish(store, walk(2))
-    for number in (-1, 0, 1, 4, 9):
+    for odd in (-1, "3", None):
+        with pytest.raises(BadInput, match=f"{odd!r} is no version"):
+            publisher.publish(odd, weights())  # type: ignore[arg-type]
+    for number in (0, 1, 4, 9):
         with pytest.raises(BadInput, match=rf"version {number} cannot follow version 2\n.*publish version 3"):
             publisher.publish(number, weights())
     for number in (0, 2, 3):
@@ -378,3 +382,74 @@ def test_a_spoiled_store_is_no_base_to_resume_from() -> None:
         publisher.publish(0, weights())
     assert publisher.version is None
     assert Publisher(store, "run-2").resume() is None
+
+
+def test_a_publisher_does_not_go_back_with_the_pointer(store: Store) -> None:
+    """Whoever sets the pointer back cannot make the one who moved it on publish a version a second time."""
+    history = walk(4)
+    publisher = publish(store, history[:3])
+    second = publisher._history.find(1).ref
+    publisher.publish(3, history[3])
+    overwrite(store, pointer_key(RUN), encode_pointer(second))
+    with pytest.raises(Corrupt, match="went back from version 3 to version 1"):
+        publisher.publish(4, history[4])
+    with pytest.raises(Corrupt, match="went back from version 3 to version 1"):
+        publisher.resume()
+
+
+def test_a_pointer_in_other_words_is_refused(store: Store) -> None:
+    publish(store, walk(1))
+    raw = store.read_pointer(pointer_key(RUN))
+    assert raw is not None
+    overwrite(store, pointer_key(RUN), raw.replace(b":", b": "))
+    with pytest.raises(Corrupt, match="spelt otherwise"):
+        Publisher(store, RUN).resume()
+
+
+@pytest.mark.parametrize(
+    ("format", "suffix"), [("nvfp4", "_scale"), ("nvfp4", "_scale_2"), ("mxfp4", "_scale"), ("fp8", "_scale_inv")]
+)
+def test_a_name_that_a_format_needs_is_refused_before_anything_is_written(
+    store: Store, format: str, suffix: str
+) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    policy = {name: torch.randn(64, 64), name + suffix: torch.ones(3)}
+    with pytest.raises(BadInput, match=f"tensor {name}{suffix}: {format} has a tensor of this name"):
+        Publisher(store, RUN, formats=("bf16", format)).publish(0, policy)
+    assert store.list(RUN) == []
+    publisher = Publisher(store, RUN)
+    publisher.publish(0, policy)
+    again = Publisher(store, RUN)
+    again.resume()
+    assert again.publish(0, policy).repeated
+
+
+def test_odd_arguments_are_refused(store: Store) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    with pytest.raises(BadInput, match="exclude is the text"):
+        Publisher(store, RUN, exclude="model.*")
+    with pytest.raises(BadInput, match="the key is a str"):
+        Publisher(store, RUN, key="secret")  # type: ignore[arg-type]
+    publisher = Publisher(store, RUN, formats=("bf16", "nvfp4"))
+    for odd, said in (
+        (iter([]), r"not names with tensors\n.*state_dict"),
+        ({"w": None}, "tensor w: it is a"),
+        ({"w": torch.ones(2, device="meta")}, "tensor w: it is on the meta device"),
+        ({"w": torch.ones(2, dtype=torch.int64)}, r"tensor w: it has type torch.int64.*\n.*native"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            publisher.publish(0, odd)  # type: ignore[arg-type]
+    assert store.list(RUN) == []
+    publisher.publish(
+        0, {name: torch.ones(64, 0), f"{name[:-7]}2.weight": torch.ones(0, 64), "scale": torch.tensor(2.0)}
+    )
+    found = Subscriber(store, RUN, format="nvfp4").fetch(0).tensors
+    assert [tuple(tensor.shape) for tensor in found.values()] == [(64, 0), (0, 64), ()]
+
+
+def test_tensors_that_only_look_the_same_are_not_tied(store: Store) -> None:
+    values = torch.complex(torch.zeros(3), torch.tensor([1.0, 2.0, 3.0]))
+    Publisher(store, RUN, formats=("native",)).publish(0, {"a": values.imag, "b": values.conj().imag})
+    found = Subscriber(store, RUN, format="native").fetch(0).tensors
+    assert found["a"].tolist() == [1.0, 2.0, 3.0]
+    assert found["b"].tolist() == [-1.0, -2.0, -3.0]

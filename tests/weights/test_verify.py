@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -343,8 +342,7 @@ def test_an_empty_run_and_a_store_of_garbage(tmp_path: Path) -> None:
             path.write_bytes(draw.bytes(path.stat().st_size))
     (fault,) = faults(store)
     assert "hash" in fault.what
-    raw = json.dumps({"version": 1, "manifest": "0" * 64}).encode()
-    (store.root / pointer_key(RUN)).write_bytes(raw)
+    (store.root / pointer_key(RUN)).write_bytes(encode_pointer(Ref(1, "0" * 64)))
     (fault,) = faults(store)
     assert "whose manifest is not there" in fault.what
 

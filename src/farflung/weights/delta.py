@@ -27,7 +27,7 @@ from farflung.core.errors import BadInput, Corrupt
 from farflung.weights import changes as sparse
 from farflung.weights.changes import Changes
 from farflung.weights.elements import ELEMENT_TYPES, Bits, Bytes, ElementType, digest
-from farflung.weights.planes import Planes, Span, compress, decompress, entropy_bytes, pack, unpack
+from farflung.weights.planes import Planes, Span, compress, decompress, entropy_bytes, pack, symbols_bytes, unpack
 from farflung.weights.ranked import CLASSES, WORTH_SIZE, Ranked, place, rank
 from farflung.weights.schema import PIECE_BYTES, Piece, Schema
 
@@ -69,7 +69,7 @@ class Change:
 class Encoded:
     """An object's bytes, how many elements changed in it, and the fewest bytes that their positions and steps need.
 
-    Forms 1 and 2 count as they are: what their elements need at least is not known.
+    Steps of form 1 count by their entropy, and form 2 as it is: what its elements need at least is not known.
     """
 
     raw: bytes
@@ -144,7 +144,8 @@ def encode(changes: Sequence[Change], schema: Schema) -> Encoded:
                 items = np.concatenate(arrays)
                 rows = (_zigzag(items) if form == DENSE else items).view(np.uint8).reshape(-1, width)
                 packed = {f"{name}{width}.{i}": compress(np.ascontiguousarray(rows[:, i])) for i in range(width)}
-                bound += sum(map(len, packed.values()))
+                dense = form == DENSE and width <= 2
+                bound += symbols_bytes(np.bincount(items)) if dense else sum(map(len, packed.values()))
                 planes |= packed
     table = {"table": compress(np.concatenate([column.view(np.uint8) for column in columns]))}
     table["hashes"] = np.frombuffer(b"".join(change.after for change in changes), np.uint8)

@@ -115,6 +115,13 @@ class History:
         self.know(version)
         return version
 
+    def advance(self, version: Version) -> None:
+        """This process made the version the newest: from now on no older one is."""
+        self.know(version)
+        with self._looking:
+            if self._newest is None or self._newest.number < version.number:
+                self._newest = version
+
     def know(self, version: Version) -> None:
         """Keep a version, so that it is not read from the store."""
         with self._caching:

@@ -188,6 +188,8 @@ class Seal:
     def __init__(self, key: bytes | None) -> None:
         if key is not None and not key:
             raise BadInput("the run's key is empty", mend="give a secret, or no key at all")
+        if key is not None and not (isinstance(key, bytes) and key):
+            raise BadInput(f"the key is a {type(key).__name__}", where="key", mend="give bytes: derive_key(token)")
         self._key = key
 
     def sign(self, body: bytes) -> bytes:
@@ -236,7 +238,9 @@ def decode_pointer(raw: bytes, where: str) -> Ref:
     try:
         data = loads(raw)
         need(set(data) == {"version", "manifest"}, "its fields are not version and manifest")
-        return _ref([data["version"], data["manifest"]])
+        ref = _ref([data["version"], data["manifest"]])
+        need(encode_pointer(ref) == raw, "it is spelt otherwise than pointers are")  # it is swapped by its bytes
+        return ref
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Corrupt(f"not a pointer: {error}", where=where) from None
 

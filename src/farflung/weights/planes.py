@@ -217,8 +217,13 @@ def _join(parts: Sequence[npt.NDArray[Number]], dtype: type[Number]) -> npt.NDAr
 def entropy_bytes(spans: Sequence[Span], seen: npt.NDArray[np.int64]) -> float:
     """The bound: sum over pieces of n H2(s) bits for positions without structure, and the entropy of the steps' codes."""
     positions = sum(_binary_entropy(span.count / span.size) * span.size for span in spans if span.size)
+    return positions / 8 + symbols_bytes(seen)
+
+
+def symbols_bytes(seen: npt.NDArray[np.int64]) -> float:
+    """What symbols that came so often need at least, each by itself."""
     share = seen[seen > 0] / max(1, seen.sum())
-    return (positions + float(seen.sum() * -(share * np.log2(share)).sum())) / 8
+    return float(seen.sum() * -(share * np.log2(share)).sum()) / 8
 
 
 def _binary_entropy(s: float) -> float:

@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PublishedStream:
-    """A version in one format: elements changed out of ``elements``, bytes of the delta and of the anchor (0: none).
+    """A version in one format: elements changed out of ``elements``, bytes of the delta, of the anchor (0: none) and of the
+    delta in fewer bytes (0: none).
 
     ``bound``: the fewest bytes that the changes need, were their positions without structure (``planes.entropy_bytes``).
     """
@@ -61,6 +62,7 @@ class PublishedStream:
     bytes: int
     anchor_bytes: int
     bound: float
+    small_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,8 @@ class Publisher:
     ) -> None:
         if anchor_every < 1:
             raise BadInput(f"anchor_every is {anchor_every}; at least 1 is needed")
+        if isinstance(exclude, str):
+            raise BadInput(f"exclude is the text {exclude!r}", where="publisher", mend="give a list of patterns")
         self.formats = check_formats(formats)
         self._store = store
         self._key = key
@@ -177,6 +181,8 @@ class Publisher:
         any error the same call may be made again. Tensors that appeared, vanished or changed shape make the version whole.
         """
         began = time.monotonic()
+        if type(version) is not int or version < 0:
+            raise BadInput(f"{version!r} is no version", where=f"run {self._run}", mend="versions are 0, 1, 2, ...")
         if self._base is None:
             self._meet(version)
         newest = -1 if self._base is None else self._base.version.number
@@ -237,7 +243,7 @@ class Publisher:
         raw = self._seal.sign(manifest.encode())
         ref = Ref(version, hashlib.sha256(raw).hexdigest())
         repeated = together(self._ranks, lambda: self._reveal(ref, raw, schemas) if self._ranks.rank == 0 else False)[0]
-        self._history.know(Version(ref, manifest))
+        self._history.advance(Version(ref, manifest))
         self._base = _Base(Version(ref, manifest), tied, made, {name: work.hashes for (name, *_), work in done.items()})
         return self._published(bounds, began, cast, repeated=repeated)
 
@@ -358,6 +364,7 @@ class Publisher:
                 sum(part.nbytes for part in stream.delta),
                 sum(part.nbytes for part in stream.anchor),
                 bounds.get(name, 0.0),
+                sum(part.nbytes for part in stream.small),
             )
             for name, stream in version.manifest.streams.items()
         }

@@ -48,8 +48,16 @@ class Shard:
 
         Raises BadInput for a DTensor that is cut otherwise.
         """
+        import torch
         import torch.distributed as dist
 
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+            what = (
+                "it is on the meta device, without values"
+                if isinstance(tensor, torch.Tensor)
+                else f"it is a {type(tensor)}"
+            )
+            raise BadInput(what, where=f"tensor {name}", mend="publish tensors that have values")
         if not dist.is_available() or not dist.is_initialized():
             return Shard(tensor, 0, tuple(tensor.shape))
         from torch.distributed.tensor import DTensor
@@ -104,6 +112,9 @@ class Snapshot:
         as each has scales under its own name. Raises BadInput for no tensors, for types that are not published, and for
         a shard that does not lie in its tensor.
         """
+        if not callable(getattr(weights, "items", None)):
+            what = f"the weights are a {type(weights).__name__}, not names with tensors"
+            raise BadInput(what, where="publish", mend="give model.state_dict(), or dict(model.named_parameters())")
         if not weights:
             raise BadInput("there are no tensors to publish")
         runs: dict[str, Run] = {}
@@ -114,8 +125,8 @@ class Snapshot:
             if shard is None:
                 continue
             tensor, start, shape = shard.rows, shard.start, shard.shape
-            memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            alone = not tensor.numel() or (selection is not None and selection.takes(name))
+            memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg())
+            alone = not tensor.numel() or (selection is not None and _quantised_in(selection, name, shape))
             if not alone and (owner := first.setdefault(memory, name)) != name:
                 tied[name] = owner
                 continue
@@ -152,7 +163,7 @@ def sections(
     """
     if NATIVE in formats:
         return {NATIVE: Section(snapshot.runs)}
-    taken = {name for name, run in snapshot.runs.items() if selection.takes(name) and len(run.type.shape) == 2}
+    taken = {name for name, run in snapshot.runs.items() if _quantised_in(selection, name, run.type.shape)}
     found = {SHARED: Section({name: run for name, run in snapshot.runs.items() if name not in taken})}
     matrices = {name: run for name, run in snapshot.runs.items() if name in taken}
     for format in formats:
@@ -163,8 +174,18 @@ def sections(
         matrix = _matrix_scales(matrices, like, ranks) if format == "nvfp4" and ranks.size > 1 else {}
         runs: dict[str, Run] = {}
         together(ranks, partial(_quantise, matrices, format, like, matrix, runs))
+        if clash := sorted(runs.keys() & found[SHARED].runs.keys()):
+            what = f"{format} has a tensor of this name for the matrix's scales"
+            raise BadInput(
+                what, where=f"tensor {clash[0]}", mend="rename it, exclude its matrix, or leave the format out"
+            )
         found[format] = Section(runs)
     return found
+
+
+def _quantised_in(selection: Selection, name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is one of those that formats quantise: a matrix with elements that is not excluded."""
+    return selection.takes(name) and len(shape) == 2 and 0 not in shape
 
 
 def stream_sections(format: str) -> tuple[str, ...]:
@@ -192,7 +213,11 @@ def _copy(tensor: Tensor, shape: tuple[int, ...], start: int, native: bool, wher
     import torch
 
     if not native and not tensor.is_floating_point():
-        raise BadInput(f"it has type {tensor.dtype}; weights are floating point", where=where)
+        what, mend = (
+            f"it has type {tensor.dtype}; weights are floating point",
+            "leave buffers out, or publish as native",
+        )
+        raise BadInput(what, where=where, mend=mend)
     copied = tensor.detach().to("cpu", tensor.dtype if native else torch.bfloat16, copy=True)
     kind = element_type(copied, where=where) if native else BF16
     return Run(TensorType(kind, shape), start, to_bits(copied, kind))
@@ -309,8 +334,10 @@ def split(image: Image, format: str, selection: Selection) -> dict[str, Section]
     types = image.schema.tensors
     runs: dict[str, dict[str, Run]] = {name: {} for name in stream_sections(format)}
     for name, type in types.items():
-        weight = next((w for suffix in SUFFIXES if selection.takes(w := name.removesuffix(suffix))), None)
-        shared = format != NATIVE and (weight is None or weight not in types or len(types[weight].shape) != 2)
+        suffixes = SUFFIXES[:1] if format == "bf16" else SUFFIXES
+        weights = [w for suffix in suffixes if name.endswith(suffix) and (w := name.removesuffix(suffix)) in types]
+        own = any(_quantised_in(selection, weight, types[weight].shape) for weight in weights)
+        shared = format != NATIVE and not own
         runs[SHARED if shared else format][name] = Run(type, 0, image.arrays[name])
     return {name: Section(found) for name, found in runs.items()}
 
