@@ -1,0 +1,142 @@
+"""Loading a version into an engine that serves: how long its turns stand still, and what it costs beside a whole load.
+
+    python benchmarks/swap.py [--model FOLDER] [--formats bf16 nvfp4] [--share 0.008] [--loads 4] [--batch 4]
+
+The model is "random-135m", random weights in the shape of SmolLM2-135M, or a folder. While the embedded engine decodes a batch,
+versions that differ in ``--share`` of their BF16 elements go through a publisher and a subscriber over a folder, each in the
+engine's own format, and are loaded with the positions of what changed. The last version is then loaded once more, whole. Gaps are
+between the ends of two decoding steps; loading happens in another thread of the same core. ``pause_over_step_ms``: the longest
+gap that holds a swap, less the median undisturbed step; a swap that costs nothing shows the noise of a step. The last line is
+JSON: that, its limit of 10 ms, and whole over partial load, by format.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from engine import RANDOM
+from transformers import LlamaForCausalLM
+
+from farflung.core.sampling import GenerateRequest, SamplingParams, Source
+from farflung.engines.embedded import EmbeddedEngine, EngineOptions
+from farflung.engines.embedded.architecture import Architecture
+from farflung.engines.embedded.weights import read_folder
+from farflung.weights import FolderStore, Publisher, Subscriber
+
+
+class Watched(EmbeddedEngine):
+    """Notes when its steps end and when it swaps."""
+
+    def __init__(self, *args: Any) -> None:
+        self.steps: list[float] = []
+        self.swaps: list[tuple[float, float]] = []
+        super().__init__(*args)
+
+    def _decode(self) -> None:
+        super()._decode()
+        self.steps.append(time.perf_counter())
+
+    def _swap(self, *args: Any) -> None:
+        began = time.perf_counter()
+        super()._swap(*args)
+        self.swaps.append((began, time.perf_counter()))
+
+
+def move(weights: dict[str, torch.Tensor], share: float, rng: np.random.Generator) -> None:
+    """Move some elements of each matrix by a unit in the last place."""
+    for tensor in weights.values():
+        if tensor.ndim > 1:
+            some = torch.from_numpy(rng.random(tensor.numel(), dtype=np.float32) < share)
+            tensor.view(torch.int16).view(-1)[some] += 1
+
+
+async def measure(args: argparse.Namespace, format: str, folder: Path) -> dict[str, float]:
+    weights, rng = read_folder(folder), np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as path:
+        publisher = Publisher(FolderStore(path), "run", formats=(format,), anchor_every=1000)
+        publisher.publish(0, weights)
+        subscriber = Subscriber(FolderStore(path), "run", format=format, threads=1)
+        source = Source("pool", "replica", format, "bf16")
+        engine = Watched(
+            Architecture.read(folder),
+            subscriber.fetch(0).tensors,
+            source,
+            EngineOptions(capacity=args.batch, device="cpu"),
+        )
+        ids = np.arange(32, dtype=np.int32) + 100
+        turns = [
+            asyncio.create_task(engine.generate(GenerateRequest(f"s{i}", ids, SamplingParams(max_tokens=4000, seed=i))))
+            for i in range(args.batch)
+        ]
+        while len(engine.steps) < 20:
+            await asyncio.sleep(0.1)
+        loads: list[tuple[float, float]] = []
+        for version in range(1, args.loads + 2):
+            whole = version > args.loads
+            if not whole:
+                move(weights, args.share, rng)
+                publisher.publish(version, weights)
+                update = subscriber.fetch(version)
+            await asyncio.sleep(1.0)
+            began = time.perf_counter()
+            await engine.load(version, update.tensors, None if whole else update.changed)
+            loads.append((began, time.perf_counter()))
+            await asyncio.sleep(1.0)
+        for turn in turns:
+            turn.cancel()
+        await asyncio.gather(*turns, return_exceptions=True)
+        await engine.close()
+    ends = np.array(engine.steps)
+    gaps, begins, ends = np.diff(ends), ends[:-1], ends[1:]
+    loading = np.zeros(len(gaps), bool)
+    for began, ended in loads:
+        loading |= (ends > began) & (begins < ended)
+    step = float(np.median(gaps[~loading]))
+    held = [float(gaps[(ends > began) & (begins < ended)].max(initial=0.0)) for began, ended in engine.swaps]
+    seconds = [ended - began for began, ended in loads]
+    partial = float(np.median(seconds[1 : args.loads]))  # the first one also makes the second set of weights
+    swap = max(ended - began for began, ended in engine.swaps)
+    print(
+        f"{format}: {int(sum(map(len, (update.changed or {}).values()))):,} elements changed; load {partial:.2f} s, whole "
+        f"{seconds[-1]:.2f} s; step {1e3 * step:.1f} ms (99 %: {1e3 * float(np.percentile(gaps[~loading], 99)):.1f}), "
+        f"longest step while loading {1e3 * float(gaps[loading].max()):.1f} ms, longest that holds a swap "
+        f"{1e3 * max(held):.1f} ms, longest swap {1e3 * swap:.2f} ms"
+    )
+    return {
+        "pause_over_step_ms": 1e3 * (max(held) - step),
+        "swap_ms": 1e3 * swap,
+        "whole_vs_partial": seconds[-1] / partial,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="random-135m")
+    parser.add_argument("--formats", nargs="+", default=["bf16", "nvfp4"])
+    parser.add_argument("--share", type=float, default=0.008, help="of the BF16 elements that change")
+    parser.add_argument("--loads", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=4)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path) if args.model == "random-135m" else Path(args.model)
+        if args.model == "random-135m":
+            LlamaForCausalLM(RANDOM).to(torch.bfloat16).save_pretrained(folder)
+        result = {format: asyncio.run(measure(args, format, folder)) for format in args.formats}
+    print(json.dumps({"limit_ms": 10.0, **result}))
+
+
+if __name__ == "__main__":
+    main()
