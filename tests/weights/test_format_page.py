@@ -106,7 +106,8 @@ class Reader:
             bits, target = BITS[kind], self.elements[names[number]][start : start + size]
             if forms[i] == 0:
                 count = int(counts[i])
-                k = int(np.log2(size // count))
+                k = max(0, int(np.log2(size // count)) - 1)
+                k -= k % 8 if k % 8 in (1, 2) else 0
                 control = take("control", count)
                 gap = np.zeros(count, np.int64)
                 for plane in range((k + 7) // 8):

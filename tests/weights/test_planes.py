@@ -14,10 +14,10 @@ from farflung.weights.elements import ELEMENT_TYPES, Bytes
 from farflung.weights.planes import Span, compress, entropy_bytes, pack, unpack
 
 BF16, U8, F4, F32 = (ELEMENT_TYPES[name] for name in ("BF16", "U8", "F4", "F32"))
-SPANS = [Span(1000, BF16, 20), Span(5000, U8, 2), Span(600, F4, 0)]
+SPANS = [Span(1000, BF16, 20), Span(50_000, U8, 2), Span(600, F4, 0)]
 CHANGES = [
     Changes(np.array([*range(19), 999]), np.array([0x8000] + 19 * [1], "<u2")),
-    Changes(np.array([0, 4999]), np.array([255, 128], np.uint8)),
+    Changes(np.array([0, 49_999]), np.array([255, 128], np.uint8)),
     Changes(np.zeros(0, np.int64), np.zeros(0, np.uint8)),
 ]
 

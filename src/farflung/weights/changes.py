@@ -18,8 +18,8 @@ from farflung.weights.elements import Bits, ElementType
 
 Positions = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
-WORDS = 1 << 15
-"""Eight-byte words that are compared at a time: both sides and the result stay in a core's cache."""
+WORDS = 1 << 17
+"""Eight-byte words that numpy compares at a time, so that the result stays in a core's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,4 +120,5 @@ def _compiled(old: Words, new: Words, dtype: np.dtype[Any], per_word: int) -> It
     # Room for the worst case; memory that is not written to is never taken.
     items, steps = np.empty(len(old) * per_word + 1, np.int64), np.empty(len(old) * per_word + 1, dtype)
     n = kernels.finder(per_word)(old, new, old.view(dtype), new.view(dtype), items, steps)
-    yield items[:n], steps[:n]
+    # Copies, so that the room goes back and is there, warm, for the next piece.
+    yield items[:n].copy(), steps[:n].copy()

@@ -17,6 +17,7 @@ changed; 2 whole, the bits themselves, for a piece without a base; 3 ranked, as 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -172,12 +173,13 @@ def decode(raw: bytes, schema: Schema, *, where: str) -> list[Change]:
     found: Iterator[Changes] = iter(unpack(arrays, spans, where))
     ranked = iter(_unpack_ranked(arrays, [p for p, form in zip(pieces, forms, strict=True) if form == RANKED], where))
     take = Planes(arrays, where)
+    items = Counter[tuple[int, int]]()
+    for piece, form in zip(pieces, forms, strict=True):
+        if form in (DENSE, WHOLE):
+            items[form, piece.kind.dtype.itemsize] += piece.items.stop - piece.items.start
     values = {
-        (form, width): _rows(
-            take, f"{name}{width}", sum(_items(p, f, form, width) for p, f in zip(pieces, forms, strict=True)), width
-        )
-        for name, form in (("dense", DENSE), ("whole", WHOLE))
-        for width in (1, 2, 4)
+        (form, width): _rows(take, f"{'dense' if form == DENSE else 'whole'}{width}", n, width)
+        for (form, width), n in items.items()
     }
     if arrays:
         raise Corrupt(f"planes that are no part of the form: {sorted(arrays)}", where=where)
@@ -314,10 +316,6 @@ def _bits(content: Content) -> Bits:
 
 def _takes(change: Change, piece: Piece, form: int, width: int) -> bool:
     return _form(change.content) == form and piece.kind.dtype.itemsize == width
-
-
-def _items(piece: Piece, of: int, form: int, width: int) -> int:
-    return piece.items.stop - piece.items.start if of == form and piece.kind.dtype.itemsize == width else 0
 
 
 def _count(change: Change, piece: Piece) -> int:

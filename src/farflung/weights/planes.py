@@ -1,7 +1,7 @@
 """Changes as byte planes, each of which an entropy coder of bytes takes close to what is in it.
 
 A change is a gap (unchanged elements since the changed one before, or since the piece's start) and a step. Gaps are close
-to geometric: with k = floor(log2(elements / changes)) their low k bits are flat, and what is above them is small. So
+to geometric: their low bits are flat, and what is above them is small. So, with k as in ``Span.low_bits``,
 
     low0, low1 ...   the low k bits of the gaps, a byte each; flat symbols, which Huffman coding takes in exactly k bits
     control          gap >> k in the upper four bits, the step's code in the lower: one symbol for both, as either alone
@@ -47,7 +47,10 @@ class Span:
 
     @property
     def low_bits(self) -> int:
-        return (self.size // self.count).bit_length() - 1 if self.count else 0
+        """k of the gaps' low bits. One less than what is best for a geometric law by itself, as zstd's Huffman codes are
+        nearer to it then; a last plane of one or two bits would take a bit and a half or two and a half, so it goes."""
+        k = max(0, (self.size // self.count).bit_length() - 2) if self.count else 0
+        return k - k % 8 if k % 8 < 3 else k
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +79,20 @@ def unpack(planes: dict[str, Bytes], spans: Sequence[Span], where: str) -> list[
     """The changes; takes its planes out of ``planes``. Raises Corrupt for sizes and indices that do not fit."""
     take = Planes(planes, where)
     control = take.plane("control", sum(span.count for span in spans))
-    low = [take.plane(f"low{i}", sum(s.count for s in spans if s.low_bits > 8 * i)) for i in range(4)]
+    widths = [span.low_bits for span in spans]
+    low = [
+        take.plane(f"low{i}", sum(s.count for s, k in zip(spans, widths, strict=True) if k > 8 * i)) for i in range(4)
+    ]
     gaps = take.numbers("gap", int(np.count_nonzero(control >> 4 == ESCAPE)))
     codes = take.numbers("step", int(np.count_nonzero(control & ESCAPE == ESCAPE)))
     changes: list[Changes] = []
     at, at_low, at_gap, at_code = 0, [0] * 4, 0, 0
-    for span in spans:
+    for span, width in zip(spans, widths, strict=True):
         here = control[at : at + span.count]
         at += span.count
         parts: list[Bytes] = []
         for i in range(4):
-            n = span.count if span.low_bits > 8 * i else 0
+            n = span.count if width > 8 * i else 0
             parts.append(low[i][at_low[i] : at_low[i] + n])
             at_low[i] += n
         n_gaps = int(np.count_nonzero(here >> 4 == ESCAPE))
