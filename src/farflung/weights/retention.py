@@ -95,8 +95,12 @@ def prune(history: History, keep: int, *, live_seconds: float = LIVE_SECONDS) ->
     if newest is None:
         return Removed(0, 0, 0, 0)
     lowest = min([max(0, newest.number - keep + 1), *live.values()])
-    floor = _whole_below(history, newest, lowest)
-    kept = {key for version in _down(history, newest) if version.number >= floor for key in _objects(run, version)}
+    floor, kept = newest.number, set[str]()
+    for version in _down(history, newest):
+        floor = version.number
+        kept |= set(_objects(run, version))
+        if floor <= lowest and _joins_all(version, newest):
+            break
     for key in sorted(names):
         name = key.removeprefix(f"{run}/")
         if (found := _MANIFEST.fullmatch(name)) and int(found[1]) < floor:
@@ -108,7 +112,7 @@ def prune(history: History, keep: int, *, live_seconds: float = LIVE_SECONDS) ->
                 store.delete(key)
             else:
                 kept |= _jump_objects(history, format, number, span)
-        elif (found := _LEASE.fullmatch(name)) and found[1] not in live and names[key] > live_seconds:
+        elif (found := _LEASE.fullmatch(name)) and found[1] not in live:
             store.delete(key)
             leases += 1
     for key, age in names.items():
@@ -118,15 +122,10 @@ def prune(history: History, keep: int, *, live_seconds: float = LIVE_SECONDS) ->
     return Removed(floor, versions, objects, leases)
 
 
-def _whole_below(history: History, newest: Version, lowest: int) -> int:
-    """The newest version up to ``lowest`` from which every format of the newest one can be joined; 0 if that is gone."""
-    for version in _down(history, newest):
-        if version.number <= lowest and all(
-            name in version.manifest.streams and version.manifest.streams[name].anchor
-            for name in newest.manifest.streams
-        ):
-            return version.number
-    return 0
+def _joins_all(version: Version, newest: Version) -> bool:
+    """Whether every format of the newest version can be joined from this one."""
+    streams = version.manifest.streams
+    return all(format in streams and streams[format].anchor for format in newest.manifest.streams)
 
 
 def _down(history: History, version: Version) -> Iterator[Version]:
