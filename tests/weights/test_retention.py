@@ -46,10 +46,12 @@ def test_the_newest_versions_can_still_be_joined_and_reached() -> None:
     store, history = old_run(formats=("bf16", "nvfp4"))
     follower = Subscriber(store, RUN)
     follower.fetch(1)
-    assert pruned(store, 99) == Removed(0, 0, 0, 0, 0)
+    remembers = History(store, RUN, Seal(None))
+    assert prune(remembers, 99) == Removed(0, 0, 0, 0, 0)
     before = len(store.objects)
     done = pruned(store, 3)
     assert (done.floor, done.versions) == (6, 6)
+    assert prune(remembers, 99).floor == 6, "the oldest that is left"
     assert before - len(store.objects) == done.versions + done.objects + 2 * len(
         ["0-2", "2-4", "4-6", "0-4", "4-8", "0-8"]
     )
@@ -69,6 +71,20 @@ def test_the_newest_versions_can_still_be_joined_and_reached() -> None:
     with pytest.raises(BadInput, match="cannot keep 0 versions"):
         pruned(store, 0)
     assert pruned(MemoryStore(), 1) == Removed(0, 0, 0, 0, 0)
+
+
+def test_a_run_goes_on_without_the_names_of_what_was_pruned() -> None:
+    store, history = old_run(15)
+    assert pruned(store, 1).floor == 15
+    publisher = Publisher(store, RUN, anchor_every=3)
+    publisher.resume()
+    publisher.publish(16, weights(3))
+    assert [ref.version for ref in newest(store).manifest.ancestors] == [15, 14, 12]
+    subscriber = Subscriber(store, RUN)
+    for number, policy in ((15, history[15]), (16, weights(3)), (15, history[15])):
+        assert equal(subscriber.fetch(number).tensors, policy)
+    with pytest.raises(Missing, match="version 14 was pruned"):
+        subscriber.fetch(14)
 
 
 def test_what_a_live_subscriber_holds_stays_reachable() -> None:

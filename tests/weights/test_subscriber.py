@@ -15,7 +15,7 @@ import torch
 from farflung.core.errors import BadInput, Corrupt
 from farflung.weights import Compactor, FolderStore, Missing, Publisher, StoreError, Subscriber, Update
 from farflung.weights.history import History
-from farflung.weights.manifest import Seal, object_key
+from farflung.weights.manifest import Seal, manifest_key, object_key
 from farflung.weights.retention import prune
 from tests.weights.parts import (
     DOWN,
@@ -292,6 +292,30 @@ def test_one_whose_versions_were_pruned_joins_anew(room: dict[str, Any]) -> None
         with pytest.raises(Missing, match=f"version {number} was pruned"):
             subscriber.fetch(number)
     assert subscriber.version == 9
+
+
+def test_a_join_that_fails_half_way_leaves_nothing_half_way(
+    room: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder it needs the room of what was held, in memory that stays."""
+    monkeypatch.setattr("farflung.weights.schema.PIECE_BYTES", 1000)
+    store, history = MemoryStore(), walk(4, size=0.1)
+    publish(store, history, anchor_every=3)
+    subscriber = Subscriber(store, RUN, threads=1, **room)
+    subscriber.fetch(1)
+    last = object_key(RUN, version(store, 3).stream("bf16").anchor[-1])
+    lost = {last: store.objects[last]}
+    for number in (1, 2):
+        key = manifest_key(RUN, version(store, number).ref)
+        lost[key] = store.objects[key]
+    for key in lost:
+        store.delete(key)
+    for _ in range(2):
+        with pytest.raises(Corrupt, match=f"object {last}: a version needs it and it is not there"):
+            subscriber.fetch(4)
+        assert subscriber.version == (None if room else 1)
+    store.put(last, lost[last])
+    assert equal(subscriber.fetch(4).tensors, history[4])
 
 
 def test_one_that_is_ahead_of_its_store_joins_anew_in_its_next_process(tmp_path: Path) -> None:

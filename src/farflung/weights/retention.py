@@ -103,8 +103,12 @@ def prune(history: History, keep: int, *, live_seconds: float = LIVE_SECONDS, dr
     if newest is None:
         return Removed(0, 0, 0, 0, 0)
     lowest = min([max(0, newest.number - keep + 1), *live.values()])
-    floor = _whole_below(history, newest, lowest)
-    kept = {key for version in history.back(newest) if version.number >= floor for key in object_keys(run, version)}
+    floor, kept = newest.number, set[str]()
+    for version in history.back(newest):
+        floor = version.number
+        kept |= set(object_keys(run, version))
+        if floor <= lowest and _joins_all(version, newest):
+            break
     gone = Counter[str]()
 
     def remove(key: str, kind: str) -> None:
@@ -122,7 +126,7 @@ def prune(history: History, keep: int, *, live_seconds: float = LIVE_SECONDS, dr
                 remove(key, "jumps")
             else:
                 kept |= _jump_objects(history, format, number, span)
-        elif (found := _LEASE.fullmatch(name)) and found[1] not in live and names[key] > live_seconds:
+        elif (found := _LEASE.fullmatch(name)) and found[1] not in live:
             remove(key, "leases")
     for key, age in names.items():
         if key.startswith(f"{run}/objects/") and key not in kept and age > live_seconds:
@@ -130,15 +134,10 @@ def prune(history: History, keep: int, *, live_seconds: float = LIVE_SECONDS, dr
     return Removed(floor, gone["versions"], gone["jumps"], gone["objects"], gone["leases"])
 
 
-def _whole_below(history: History, newest: Version, lowest: int) -> int:
-    """The newest version up to ``lowest`` from which every format of the newest one can be joined; 0 if that is gone."""
-    for version in history.back(newest):
-        if version.number <= lowest and all(
-            name in version.manifest.streams and version.manifest.streams[name].anchor
-            for name in newest.manifest.streams
-        ):
-            return version.number
-    return 0
+def _joins_all(version: Version, newest: Version) -> bool:
+    """Whether every format of the newest version can be joined from this one."""
+    streams = version.manifest.streams
+    return all(format in streams and streams[format].anchor for format in newest.manifest.streams)
 
 
 def object_keys(run: str, version: Version) -> Iterator[str]:
