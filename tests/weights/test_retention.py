@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from farflung.core.errors import BadInput, Corrupt
-from farflung.weights import Compactor, FolderStore, Missing, Publisher, Subscriber
+from farflung.weights import Compactor, FolderStore, Missing, Publisher, StoreError, Subscriber
 from farflung.weights.history import History
 from farflung.weights.manifest import Seal, object_key
+from farflung.weights.objects import Deadlines, MirrorStore
 from farflung.weights.retention import LIVE_SECONDS, Removed, held, prune
 from tests.weights.parts import (
     RUN,
@@ -103,6 +107,65 @@ def test_a_lease_is_renewed_for_as_long_as_somebody_looks(monkeypatch: pytest.Mo
         assert held(store, RUN) == {"one": 4}
     store.now += LIVE_SECONDS + 1
     assert held(store, RUN) == {}
+
+
+class Unwritable(MemoryStore):
+    """Credentials that may read alone, for as long as ``closed``."""
+
+    closed = True
+    tries = 0
+
+    def write_note(self, key: str, data: bytes) -> None:
+        self.tries += 1
+        if self.closed:
+            raise StoreError("no permission to write", where=key)
+        super().write_note(key, data)
+
+
+def test_a_lease_that_cannot_be_written_is_said_once_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, history = Unwritable(), walk(5)
+    publish(store, history)
+    subscriber = Subscriber(store, RUN, name="one")
+    clock = time.monotonic()
+    for minutes, number in enumerate((1, 2, 4), 1):
+        monkeypatch.setattr(time, "monotonic", lambda minutes=minutes: clock + 61 * minutes)
+        assert equal(subscriber.fetch(number).tensors, history[number])
+        assert subscriber.newest() == 5
+        assert store.tries == minutes, "not again before its time"
+    assert caplog.text.count("what is held cannot be told to the store") == 1
+    assert "no permission to write" in caplog.text
+    store.closed = False
+    subscriber.newest()
+    assert held(store, RUN) == {}
+    monkeypatch.setattr(time, "monotonic", lambda: clock + 61 * 5)
+    subscriber.newest()
+    assert held(store, RUN) == {"one": 4}
+    subscriber.fetch(5)
+    assert held(store, RUN) == {"one": 5}
+
+
+def test_any_web_server_is_enough_for_a_named_subscriber(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It takes no notes."""
+    history = walk(2)
+    publish(FolderStore(tmp_path), history)
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        deadlines = Deadlines(retries=1, retry_seconds=5.0)
+        store = MirrorStore(f"http://127.0.0.1:{server.server_port}", deadlines=deadlines)
+        subscriber = Subscriber(store, RUN, name="one")
+        for number in (0, 2):
+            assert equal(subscriber.fetch(number).tensors, history[number])
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert caplog.text.count("what is held cannot be told to the store") == 1
 
 
 def test_a_joiner_holds_its_anchor_before_it_has_its_version() -> None:

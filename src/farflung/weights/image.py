@@ -130,7 +130,7 @@ class Folder(Room):
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, RecursionError, Corrupt) as error:
-            log.warning("%s: not an image's state, so the weights are fetched anew: %s", path, error)
+            log.warning("%s: not an image's state, so the weights are fetched anew: %s", path, str(error))
             return None
         return Image(version, schema, self.arrays(schema), hashes, range(len(hashes)))
 
