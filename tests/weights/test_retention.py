@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from farflung.core.errors import BadInput, Corrupt
+from farflung.core.errors import BadInput
 from farflung.weights import Compactor, FolderStore, Missing, Publisher, StoreError, Subscriber
 from farflung.weights.history import History
-from farflung.weights.manifest import Seal, object_key
+from farflung.weights.manifest import Seal, jump_key, manifest_key, object_key
 from farflung.weights.objects import Deadlines, MirrorStore
 from farflung.weights.retention import LIVE_SECONDS, Removed, held, prune
+from farflung.weights.verify import verify
 from tests.weights.parts import (
     RUN,
     Crash,
@@ -185,13 +186,63 @@ def test_a_joiner_holds_its_anchor_before_it_has_its_version() -> None:
 
 
 @pytest.mark.parametrize("wrong", [b"", b"{}", b'{"version":-1}', b'{"version":1,"x":1}', b"[" * 4000, b"\xff"])
-def test_a_lease_that_cannot_be_read_stops_a_pruning(wrong: bytes) -> None:
-    store, _ = old_run()
-    store.write_note(f"{RUN}/leases/odd", wrong)
+def test_a_lease_that_cannot_be_read_holds_everything_until_it_is_old(
+    wrong: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, history = old_run()
+    overwrite(store, f"{RUN}/leases/odd", wrong)
+    store.pointers[f"{RUN}/leases/odd"] = store.objects.pop(f"{RUN}/leases/odd")
     before = dict(store.objects)
-    with pytest.raises(Corrupt, match=r"lease run-1/leases/odd: not a lease: .*(\n.*)?remove it"):
-        pruned(store, 1)
+    assert held(store, RUN) == {"odd": 0}
+    assert f"lease {RUN}/leases/odd: not a lease" in caplog.text
+    done = pruned(store, 1)
+    assert (done.floor, done.versions, done.leases) == (0, 0, 0)
     assert store.objects == before
+    store.now += LIVE_SECONDS + 1
+    done = pruned(store, 1)
+    assert (done.floor, done.versions, done.leases) == (9, 9, 1)
+    assert store.read_pointer(f"{RUN}/leases/odd") is None
+    assert equal(Subscriber(store, RUN).fetch(9).tensors, history[9])
+
+
+def test_a_manifest_that_is_spoiled_far_below_goes_with_the_others() -> None:
+    store, history = old_run()
+    key = manifest_key(RUN, History(store, RUN, Seal(None)).find(1).ref)
+    overwrite(store, key, b"spoiled")
+    done = pruned(store, 3)
+    assert (done.floor, done.versions) == (6, 6)
+    assert key not in store.objects
+    for number in range(6, 10):
+        assert equal(Subscriber(store, RUN).fetch(number).tensors, history[number])
+
+
+def test_a_spoiled_jump_goes_and_nothing_else_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    store, history = old_run()
+    key = jump_key(RUN, "bf16", 8, 2)
+    overwrite(store, key, b"spoiled")
+    done = pruned(store, 3, dry_run=True)
+    assert key in store.objects
+    assert pruned(store, 3) == done
+    assert key not in store.objects
+    assert f"jump {key}: not a jump" in caplog.text
+    follower = Subscriber(store, RUN)
+    for number in (6, 8, 9):
+        assert equal(follower.fetch(number).tensors, history[number])
+    made = Compactor(store, RUN).step()
+    assert [(one.version, one.span) for one in made] == [(8, 2)]
+
+
+def test_files_of_the_file_system_are_no_keys(tmp_path: Path) -> None:
+    """What NFS keeps of a deleted file that somebody still reads."""
+    store, history = FolderStore(tmp_path), walk(3)
+    publish(store, history)
+    Subscriber(store, RUN, name="one").fetch(3)
+    for folder in ("leases", "objects", "manifests"):
+        (tmp_path / RUN / folder / ".nfs000000000001").write_bytes(b"")
+    assert held(store, RUN) == {"one": 3}
+    assert pruned(store, 1, live_seconds=-1.0).leases == 1
+    assert (tmp_path / RUN / "objects" / ".nfs000000000001").exists()
+    assert verify(History(store, RUN, Seal(None))).faults == ()
 
 
 def test_ages_are_the_stores_and_no_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,13 +86,19 @@ class Removed:
 
 
 def held(store: Store, run: str, live_seconds: float = LIVE_SECONDS) -> dict[str, int]:
-    """Versions by the names of live subscribers. Raises Corrupt for a lease that cannot be read."""
+    """Versions by the names of live subscribers. One whose lease cannot be read may hold anything, so it counts as 0."""
     found: dict[str, int] = {}
     for key, age in store.ages(f"{run}/leases").items():
-        raw = store.read_pointer(key) if age <= live_seconds else None
-        if raw is None:
+        if age > live_seconds:
             continue
-        found[key.rsplit("/", 1)[1]] = decode_lease(raw, f"lease {key}")
+        try:
+            raw = store.read_pointer(key)
+            version = None if raw is None else decode_lease(raw, f"lease {key}")
+        except Corrupt as error:
+            log.warning("nothing is removed for as long as this may be a live subscriber's: %s", str(error))
+            version = 0
+        if version is not None:
+            found[key.rsplit("/", 1)[1]] = version
     return found
 
 
@@ -125,8 +131,12 @@ def prune(history: History, keep: int, *, live_seconds: float = LIVE_SECONDS, dr
     if newest is None:
         return Removed(0, 0, 0, 0, 0)
     lowest = min([max(0, newest.number - keep + 1), *live.values()])
-    floor = _whole_below(history, newest, lowest)
-    kept = {key for version in history.back(newest) if version.number >= floor for key in object_keys(run, version)}
+    kept, floor = set[str](), 0
+    for version in history.back(newest):
+        kept.update(object_keys(run, version))
+        if version.number <= lowest and _joinable(version, newest):
+            floor = version.number
+            break
     gone = Counter[str]()
 
     def remove(key: str, kind: str) -> None:
@@ -140,10 +150,11 @@ def prune(history: History, keep: int, *, live_seconds: float = LIVE_SECONDS, dr
             remove(key, "versions")
         elif found := _JUMP.fullmatch(name):
             format, number, span = found[1], int(found[2]), int(found[3])
-            if number - span < floor:
+            objects = None if number - span < floor else _jump_objects(history, format, number, span)
+            if objects is None:
                 remove(key, "jumps")
             else:
-                kept |= _jump_objects(history, format, number, span)
+                kept |= objects
         elif (found := _LEASE.fullmatch(name)) and found[1] not in live and names[key] > live_seconds:
             remove(key, "leases")
     for key, age in names.items():
@@ -152,15 +163,10 @@ def prune(history: History, keep: int, *, live_seconds: float = LIVE_SECONDS, dr
     return Removed(floor, gone["versions"], gone["jumps"], gone["objects"], gone["leases"])
 
 
-def _whole_below(history: History, newest: Version, lowest: int) -> int:
-    """The newest version up to ``lowest`` from which every format of the newest one can be joined; 0 if that is gone."""
-    for version in history.back(newest):
-        if version.number <= lowest and all(
-            name in version.manifest.streams and version.manifest.streams[name].anchor
-            for name in newest.manifest.streams
-        ):
-            return version.number
-    return 0
+def _joinable(version: Version, newest: Version) -> bool:
+    """Whether every format of the newest version is whole in it."""
+    streams = version.manifest.streams
+    return all(name in streams and bool(streams[name].anchor) for name in newest.manifest.streams)
 
 
 def object_keys(run: str, version: Version) -> Iterator[str]:
@@ -170,6 +176,11 @@ def object_keys(run: str, version: Version) -> Iterator[str]:
             yield object_key(run, part)
 
 
-def _jump_objects(history: History, format: str, number: int, span: int) -> set[str]:
-    jump = read_jump(history.store, history.run, format, number, span, history.seal)
+def _jump_objects(history: History, format: str, number: int, span: int) -> set[str] | None:
+    """None for a jump that nobody can read: it helps no one, and a compactor makes it again."""
+    try:
+        jump = read_jump(history.store, history.run, format, number, span, history.seal)
+    except Corrupt as error:
+        log.warning("%s", str(error))
+        return None
     return set() if jump is None else {object_key(history.run, part) for part in jump.delta}
