@@ -309,6 +309,22 @@ def test_compact_makes_signed_jumps_once(weights: Run, tmp_path: Path, token: Pa
     assert weights("compact", store.root, "--key-file", token)[1] == "0 jumps made\n"
 
 
+def test_compact_and_ls_say_what_they_cannot_read_and_go_on(weights: Run, store: FolderStore, token: Path) -> None:
+    for key in store.list(f"{RUN}/jumps"):
+        if not key.endswith("/00000002-2"):
+            store.delete(key)
+    spoil(store.root / f"{RUN}/jumps/bf16/00000002-2")
+    code, shown, _ = weights("compact", store.root, "--key-file", token)
+    assert code == 1
+    assert f"\nskipped: jump {RUN}/jumps/bf16/00000002-2: it was signed with another key, or changed since" in shown
+    assert "bf16: 0 to 4, " in shown
+    assert shown.endswith("\n9 jumps made, 1 faults\n")
+    code, shown, said = weights("ls", store.root, "--key-file", token)
+    assert code == 0
+    assert "newest version 6" in shown
+    assert f"farflung: jump {RUN}/jumps/bf16/00000002-2: " in said
+
+
 def test_compact_follows_until_it_is_stopped(tmp_path: Path, token: Path) -> None:
     store = in_folder(tmp_path / "store", 2, jumps=False, formats=("bf16",))
     with process("compact", store.root, "--key-file", token, "--follow", "--interval", "0.05") as started:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from farflung.core.errors import BadInput, Corrupt
 from farflung.weights import Compactor, Publisher, Subscriber
 from farflung.weights.history import History
-from farflung.weights.manifest import Jump, Seal, jump_key, object_key, read_jump
+from farflung.weights.manifest import Jump, Seal, jump_key, manifest_key, object_key, read_jump
 from farflung.weights.retention import prune
 from tests.weights.parts import (
     KEY,
@@ -19,7 +17,7 @@ from tests.weights.parts import (
     Crash,
     MemoryStore,
     equal,
-    newest,
+    overwrite,
     publish,
     same,
     streams,
@@ -209,12 +207,40 @@ def test_there_are_no_jumps_over_a_whole_version_or_what_was_pruned() -> None:
     assert [(one.version, one.span) for one in late.step()] == [(8, 2)]
 
 
-def test_an_object_that_is_lost_is_named() -> None:
-    store, history = MemoryStore(), walk(2)
-    publish(store, history)
-    key = object_key(RUN, newest(store).stream("bf16").delta[0])
-    store.delete(key)
-    compactor: Any = Compactor(store, RUN)
-    for _ in range(2):
-        with pytest.raises(Corrupt, match=f"object {key}: a version needs it and it is not there"):
-            compactor.step()
+def test_what_is_lost_or_spoiled_is_named_once_and_the_rest_is_made(caplog: pytest.LogCaptureFixture) -> None:
+    """An object of version 3's delta is gone and the jump 4 - 6 spoiled: no jump leads over them, all others are made."""
+    store, history = MemoryStore(), walk(8, size=1e-3)
+    publisher = publish(store, history[:8], anchor_every=100)
+    Compactor(store, RUN).step()
+    for key in [key for key in store.objects if "/jumps/" in key]:
+        if not key.endswith("/00000006-2"):
+            store.delete(key)
+    spoiled = jump_key(RUN, "bf16", 6, 2)
+    overwrite(store, spoiled, b"spoiled")
+    lost = object_key(RUN, version(store, 3).stream("bf16").delta[0])
+    store.delete(lost)
+    compactor = Compactor(store, RUN)
+    assert [(one.version, one.span) for one in compactor.step()] == [(2, 2)]
+    publisher.publish(8, history[8])
+    assert [(one.version, one.span) for one in compactor.step()] == [(8, 2), (8, 4)]
+    expected = [
+        f"object {lost}: a version needs it and it is not there",
+        f"jump {spoiled}: not a jump",
+    ]
+    assert [said.partition(": ")[0] for said in compactor.skipped] == [said.partition(": ")[0] for said in expected]
+    for said in expected:
+        assert said in caplog.text
+    subscriber = Subscriber(store, RUN)
+    with pytest.raises(Corrupt, match=lost):
+        subscriber.fetch(4)
+    assert compactor.step() == []
+
+
+def test_a_version_that_cannot_be_read_is_named_and_those_after_it_get_jumps() -> None:
+    store, history = MemoryStore(), walk(8)
+    publish(store, history, anchor_every=100)
+    key = manifest_key(RUN, version(store, 1).ref)
+    overwrite(store, key, b"spoiled")
+    compactor = Compactor(store, RUN)
+    assert [(one.version, one.span) for one in compactor.step()] == [(4, 2), (6, 2), (8, 2), (8, 4)]
+    assert all(f"manifest {key}" in said for said in compactor.skipped)

@@ -197,6 +197,7 @@ class Versions(RuleBasedStateMachine):
     @rule(index=who, damage=st.integers(0, 4000), how=st.sampled_from(["restart", "damage"]))
     def start_again(self, index: int, damage: int, how: str) -> None:
         """In memory it holds nothing; in a folder it holds what it held, of which a bit may have changed meanwhile."""
+        self.followers[index].close()
         self.followers[index] = self.new_follower(index)
         if FOLLOWERS[index][2] and how == "damage":
             for bits in Path(self.folder.name, str(index)).glob("bits-*"):
@@ -219,7 +220,8 @@ class Versions(RuleBasedStateMachine):
             except Crash:
                 restarts = restarts or FOLLOWERS[index][1] is not None
         if restarts:
-            self.followers[index] = self.new_follower(index)
+            self.followers[index].close()
+        self.followers[index] = self.new_follower(index)
 
     @rule(index=who, back=st.integers(0, 2), data=st.data())
     def decay(self, index: int, back: int, data: st.DataObject) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from farflung.core.errors import BadInput, Corrupt
-from farflung.weights import Compactor, FolderStore, Missing, Publisher, Subscriber
+from farflung.core.errors import BadInput
+from farflung.weights import Compactor, FolderStore, Missing, Publisher, StoreError, Subscriber
 from farflung.weights.history import History
-from farflung.weights.manifest import Seal, object_key
+from farflung.weights.manifest import Seal, jump_key, manifest_key, object_key
+from farflung.weights.objects import Deadlines, MirrorStore
 from farflung.weights.retention import LIVE_SECONDS, Removed, held, prune
+from farflung.weights.verify import verify
 from tests.weights.parts import (
     RUN,
     Crash,
@@ -121,6 +126,65 @@ def test_a_lease_is_renewed_for_as_long_as_somebody_looks(monkeypatch: pytest.Mo
     assert held(store, RUN) == {}
 
 
+class Unwritable(MemoryStore):
+    """Credentials that may read alone, for as long as ``closed``."""
+
+    closed = True
+    tries = 0
+
+    def write_note(self, key: str, data: bytes) -> None:
+        self.tries += 1
+        if self.closed:
+            raise StoreError("no permission to write", where=key)
+        super().write_note(key, data)
+
+
+def test_a_lease_that_cannot_be_written_is_said_once_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, history = Unwritable(), walk(5)
+    publish(store, history)
+    subscriber = Subscriber(store, RUN, name="one")
+    clock = time.monotonic()
+    for minutes, number in enumerate((1, 2, 4), 1):
+        monkeypatch.setattr(time, "monotonic", lambda minutes=minutes: clock + 61 * minutes)
+        assert equal(subscriber.fetch(number).tensors, history[number])
+        assert subscriber.newest() == 5
+        assert store.tries == minutes, "not again before its time"
+    assert caplog.text.count("what is held cannot be told to the store") == 1
+    assert "no permission to write" in caplog.text
+    store.closed = False
+    subscriber.newest()
+    assert held(store, RUN) == {}
+    monkeypatch.setattr(time, "monotonic", lambda: clock + 61 * 5)
+    subscriber.newest()
+    assert held(store, RUN) == {"one": 4}
+    subscriber.fetch(5)
+    assert held(store, RUN) == {"one": 5}
+
+
+def test_any_web_server_is_enough_for_a_named_subscriber(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It takes no notes."""
+    history = walk(2)
+    publish(FolderStore(tmp_path), history)
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        deadlines = Deadlines(retries=1, retry_seconds=5.0)
+        store = MirrorStore(f"http://127.0.0.1:{server.server_port}", deadlines=deadlines)
+        subscriber = Subscriber(store, RUN, name="one")
+        for number in (0, 2):
+            assert equal(subscriber.fetch(number).tensors, history[number])
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert caplog.text.count("what is held cannot be told to the store") == 1
+
+
 def test_a_joiner_holds_its_anchor_before_it_has_its_version() -> None:
     store, history = old_run()
     seen: list[dict[str, int]] = []
@@ -138,13 +202,63 @@ def test_a_joiner_holds_its_anchor_before_it_has_its_version() -> None:
 
 
 @pytest.mark.parametrize("wrong", [b"", b"{}", b'{"version":-1}', b'{"version":1,"x":1}', b"[" * 4000, b"\xff"])
-def test_a_lease_that_cannot_be_read_stops_a_pruning(wrong: bytes) -> None:
-    store, _ = old_run()
-    store.write_note(f"{RUN}/leases/odd", wrong)
+def test_a_lease_that_cannot_be_read_holds_everything_until_it_is_old(
+    wrong: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, history = old_run()
+    overwrite(store, f"{RUN}/leases/odd", wrong)
+    store.pointers[f"{RUN}/leases/odd"] = store.objects.pop(f"{RUN}/leases/odd")
     before = dict(store.objects)
-    with pytest.raises(Corrupt, match=r"lease run-1/leases/odd: not a lease: .*(\n.*)?remove it"):
-        pruned(store, 1)
+    assert held(store, RUN) == {"odd": 0}
+    assert f"lease {RUN}/leases/odd: not a lease" in caplog.text
+    done = pruned(store, 1)
+    assert (done.floor, done.versions, done.leases) == (0, 0, 0)
     assert store.objects == before
+    store.now += LIVE_SECONDS + 1
+    done = pruned(store, 1)
+    assert (done.floor, done.versions, done.leases) == (9, 9, 1)
+    assert store.read_pointer(f"{RUN}/leases/odd") is None
+    assert equal(Subscriber(store, RUN).fetch(9).tensors, history[9])
+
+
+def test_a_manifest_that_is_spoiled_far_below_goes_with_the_others() -> None:
+    store, history = old_run()
+    key = manifest_key(RUN, History(store, RUN, Seal(None)).find(1).ref)
+    overwrite(store, key, b"spoiled")
+    done = pruned(store, 3)
+    assert (done.floor, done.versions) == (6, 6)
+    assert key not in store.objects
+    for number in range(6, 10):
+        assert equal(Subscriber(store, RUN).fetch(number).tensors, history[number])
+
+
+def test_a_spoiled_jump_goes_and_nothing_else_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    store, history = old_run()
+    key = jump_key(RUN, "bf16", 8, 2)
+    overwrite(store, key, b"spoiled")
+    done = pruned(store, 3, dry_run=True)
+    assert key in store.objects
+    assert pruned(store, 3) == done
+    assert key not in store.objects
+    assert f"jump {key}: not a jump" in caplog.text
+    follower = Subscriber(store, RUN)
+    for number in (6, 8, 9):
+        assert equal(follower.fetch(number).tensors, history[number])
+    made = Compactor(store, RUN).step()
+    assert [(one.version, one.span) for one in made] == [(8, 2)]
+
+
+def test_files_of_the_file_system_are_no_keys(tmp_path: Path) -> None:
+    """What NFS keeps of a deleted file that somebody still reads."""
+    store, history = FolderStore(tmp_path), walk(3)
+    publish(store, history)
+    Subscriber(store, RUN, name="one").fetch(3)
+    for folder in ("leases", "objects", "manifests"):
+        (tmp_path / RUN / folder / ".nfs000000000001").write_bytes(b"")
+    assert held(store, RUN) == {"one": 3}
+    assert pruned(store, 1, live_seconds=-1.0).leases == 1
+    assert (tmp_path / RUN / "objects" / ".nfs000000000001").exists()
+    assert verify(History(store, RUN, Seal(None))).faults == ()
 
 
 def test_ages_are_the_stores_and_no_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import pytest
 from farflung.core.errors import BadInput, Corrupt
 from farflung.fleet.mirror import Mirror
 from farflung.weights import Conflict, FolderStore, Missing, Store, StoreError, open_store
+from farflung.weights.objects import ObjectStore
 from farflung.weights.store import MAX_POINTER
 from tests.weights.parts import MemoryStore
 from tests.weights.servers import BUCKET, loop
@@ -118,6 +119,20 @@ def test_keys_are_listed_by_folder(store: Store) -> None:
     assert store.list("run") == ["run/a/x", "run/ab", "run/b", "run/latest"]
     assert store.list("run/a") == ["run/a/x"]
     assert store.list("nothing") == []
+
+
+def test_what_others_left_under_a_name_that_is_no_key_is_passed_over(s3: str, tmp_path: Path) -> None:
+    folder, bucket = FolderStore(tmp_path), open_store(f"s3://{BUCKET}/{secrets.token_hex(8)}")
+    assert isinstance(bucket, ObjectStore)
+    for store in (folder, bucket):
+        store.put("run/objects/a", b"1")
+    for name in ("run/.nfs0001", "run/objects/.nfs0002", "run/.snapshot/a", "run/a b", "run/objects/-c"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+        bucket._writes.put(name, b"")
+    for store in (folder, bucket):
+        assert store.list("run") == ["run/objects/a"]
+        assert list(store.ages("run")) == ["run/objects/a"]
 
 
 def test_a_deleted_object_is_gone_and_deleting_again_is_fine(store: Store) -> None:

@@ -249,6 +249,7 @@ def test_a_fetch_that_dies_while_it_applies_leaves_what_the_next_one_mends(
             monkeypatch.setattr("farflung.weights.delta.apply", right)
             assert (subscriber.version, subscriber.image) == (None, None)
             if room:
+                subscriber.close()
                 subscriber = Subscriber(store, RUN, threads=1, **room)
             update = subscriber.fetch(then)
             assert equal(update.tensors, history[then])
@@ -257,6 +258,7 @@ def test_a_fetch_that_dies_while_it_applies_leaves_what_the_next_one_mends(
                 deltas = [part for n in (3, 4) for part in version(store, n).stream("bf16").delta]
                 assert update.bytes == sum(part.nbytes for part in deltas), "what was applied is not fetched whole"
             assert positions(subscriber.fetch(3)) == brute(*streams([history[then], history[3]], "bf16"))
+            subscriber.close()
 
 
 def test_what_changed_is_told_against_what_was_handed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,11 @@ by anyone who may write to the store, at any time after its version; nobody wait
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from farflung.core.errors import BadInput
+from farflung.core.errors import BadInput, Corrupt
 from farflung.weights import delta
 from farflung.weights.changes import Changes
 from farflung.weights.delta import Change
@@ -20,12 +21,17 @@ from farflung.weights.manifest import Jump, Part, Seal, jump_key, name_part, obj
 from farflung.weights.schema import Schema, groups
 from farflung.weights.store import Conflict, Missing, Store
 
+log = logging.getLogger(__name__)
+
 LEVELS = 7
 """Up to 128 versions at a stride."""
 
 
 class Compactor:
-    """Makes the jumps of a run's versions as they come. One at a time is enough; two do no harm."""
+    """Makes the jumps of a run's versions as they come. One at a time is enough; two do no harm.
+
+    ``skipped``: what could not be read on the way, each said once. Jumps that need it are left out; others are made.
+    """
 
     def __init__(self, store: Store, run: str, *, key: bytes | None = None, levels: int = LEVELS) -> None:
         if not 1 <= levels <= 30:
@@ -33,9 +39,10 @@ class Compactor:
         self._history = History(store, run, Seal(key))
         self._levels = levels
         self._done = 0
+        self.skipped: list[str] = []
 
     def step(self) -> list[Jump]:
-        """Make what is missing up to the newest version, oldest first. Raises Corrupt, StoreError."""
+        """Make what is missing up to the newest version, oldest first. Raises StoreError, and Corrupt for a bad pointer."""
         return list(self.jumps())
 
     def jumps(self) -> Iterator[Jump]:
@@ -44,27 +51,45 @@ class Compactor:
         if newest is None:
             return
         for number in range(self._done + 1, newest.number + 1):
-            yield from self._history.afresh(partial(self._jumps, number))
+            yield from self._jumps(number, newest)
             self._done = number
 
-    def _jumps(self, number: int) -> list[Jump]:
+    def _jumps(self, number: int, newest: Version) -> Iterator[Jump]:
         try:
-            version = self._history.find(number)
+            version = self._history.earlier(number, newest)
         except Missing:
-            return []  # pruned
-        return [jump for format in version.manifest.streams for jump in self._make(version, format)]
+            return  # pruned
+        except Corrupt as error:
+            self._skip(error)
+            return
+        for format in version.manifest.streams:
+            for level in range(1, self._levels + 1):
+                if number % (1 << level):
+                    break
+                try:
+                    jump, there = self._history.afresh(partial(self._make, number, newest, format, 1 << level))
+                except Missing:
+                    return  # pruned meanwhile
+                except Corrupt as error:
+                    self._skip(error)
+                    continue
+                if jump is not None:
+                    yield jump
+                elif not there:
+                    break
 
-    def _make(self, version: Version, format: str) -> Iterator[Jump]:
-        for level in range(1, self._levels + 1):
-            span = 1 << level
-            if version.number % span:
-                return
-            history = self._history
-            if read_jump(history.store, history.run, format, version.number, span, history.seal) is None:
-                jump = make_jump(history, version, format, span)
-                if jump is None:
-                    return
-                yield jump
+    def _make(self, number: int, newest: Version, format: str, span: int) -> tuple[Jump | None, bool]:
+        """The jump if it is new, and whether there is one now."""
+        history = self._history
+        if read_jump(history.store, history.run, format, number, span, history.seal) is not None:
+            return None, True
+        jump = make_jump(history, history.earlier(number, newest), format, span)
+        return jump, jump is not None
+
+    def _skip(self, error: Corrupt) -> None:
+        if str(error) not in self.skipped:
+            self.skipped.append(str(error))
+            log.warning("no jump is made over this: %s", str(error))
 
 
 def make_jump(history: History, version: Version, format: str, span: int) -> Jump | None:

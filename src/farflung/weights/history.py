@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from farflung.weights.manifest import (
     read_manifest,
 )
 from farflung.weights.store import Missing, Store, check_name
+
+log = logging.getLogger(__name__)
 
 CACHED = 512
 
@@ -148,6 +151,10 @@ class History:
         if newest is None or not 0 <= number <= newest.number:
             state = "nothing is published yet" if newest is None else f"the newest is {newest.number}"
             raise Missing(f"version {number} does not exist; {state}", where=f"run {self.run}")
+        return self.earlier(number, newest)
+
+    def earlier(self, number: int, newest: Version) -> Version:
+        """A version by its number and one that is not before it. Raises Missing when it was pruned."""
         try:
             return newest if newest.number == number else self.read(self.ref(number, newest))
         except Missing:
@@ -189,38 +196,58 @@ class History:
     def links(self, start: int, stop: Version, format: str) -> list[Link] | None:
         """The way from version ``start`` up to ``stop``, over the widest jumps there are; None when there is none left.
 
-        Raises Corrupt for a jump that leads elsewhere.
+        A jump that does not read or does not fit its versions is said and passed over.
+        Raises Corrupt when a single delta does not fit.
         """
         links: list[Link] = []
         while stop.number > start:
-            here = stop.stream(format)
-            if here.before is None:
+            if stop.stream(format).before is None:
                 return None
-            link = self._widest(start, stop, here, format)
+            found = self._jump(start, stop, format) or self._step(stop, format)
+            if found is None:
+                return None
+            link, stop = found
             links.append(link)
-            ref = next(ref for ref in stop.manifest.ancestors if ref.version == link.start)
-            try:
-                stop = self.read(ref)
-            except Missing:
-                return None
-            if format not in stop.manifest.streams:
-                return None
-            if stop.manifest.streams[format].root != link.before:
-                where = f"run {self.run}, {format}"
-                raise Corrupt(f"the way to version {link.stop} starts at another version {link.start}", where=where)
         return links[::-1]
 
-    def _widest(self, start: int, stop: Version, here: Stream, format: str) -> Link:
+    def _jump(self, start: int, stop: Version, format: str) -> tuple[Link, Version] | None:
+        """The widest jump to a version that goes not below ``start``, and the version that it starts from."""
+        here = stop.stream(format)
         for ref in stop.manifest.ancestors[:0:-1]:
             if ref.version < start:
                 continue
             span = stop.number - ref.version
-            jump = read_jump(self.store, self.run, format, stop.number, span, self.seal)
-            if jump is not None:
+            where = f"jump {jump_key(self.run, format, stop.number, span)}"
+            try:
+                jump = read_jump(self.store, self.run, format, stop.number, span, self.seal)
+                if jump is None:
+                    continue
                 if jump.root != here.root:
-                    key = jump_key(self.run, format, stop.number, span)
-                    raise Corrupt("it leads to other weights than its version's", where=f"jump {key}")
-                return Link(ref.version, stop.number, jump.before, jump.root, here.schema, jump.delta)
-        before = here.before
-        assert before is not None
-        return Link(stop.number - 1, stop.number, before, here.root, here.schema, here.delta, here.small)
+                    raise Corrupt("it leads to other weights than its version's", where=where)
+                first = self.read(ref)
+                before = first.manifest.streams.get(format)
+                if before is not None and before.root != jump.before:
+                    raise Corrupt(f"it starts at other weights than those of version {ref.version}", where=where)
+            except Missing:
+                continue
+            except Corrupt as error:
+                log.warning("passed over, for a way that is longer: %s", str(error))
+                continue
+            if before is not None:
+                return Link(ref.version, stop.number, jump.before, jump.root, here.schema, jump.delta), first
+        return None
+
+    def _step(self, stop: Version, format: str) -> tuple[Link, Version] | None:
+        """A version's own delta, and the version before it; None when that was pruned or lacks the format."""
+        here, ref = stop.stream(format), stop.manifest.ancestors[0]
+        try:
+            first = self.read(ref)
+        except Missing:
+            return None
+        before = first.manifest.streams.get(format)
+        if here.before is None or before is None:
+            return None
+        if before.root != here.before:
+            where = f"run {self.run}, {format}"
+            raise Corrupt(f"the way to version {stop.number} starts at another version {ref.version}", where=where)
+        return Link(ref.version, stop.number, here.before, here.root, here.schema, here.delta, here.small), first

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 
-from farflung.core.errors import Corrupt
+from farflung.core.errors import BadInput, Corrupt
 from farflung.weights.delta import HASH
 from farflung.weights.elements import Bits, from_bits
 from farflung.weights.schema import Schema
@@ -22,6 +24,8 @@ from farflung.weights.strict import count, loads, need, sha256
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 ALIGN = 64
 
@@ -74,11 +78,15 @@ class Room:
     def save(self, image: Image) -> None:
         """Keep the image for the next process: its bits first, then what they are."""
 
+    def close(self) -> None:
+        """Let another subscriber have the place."""
+
 
 class Folder(Room):
     """A folder for one subscriber. ``bits-ROOT`` holds the arrays, ``state.json`` which version they are when not torn.
 
-    Bits are changed in place, so a process that dies half way leaves some pieces as they were and some as they will be;
+    It is locked from its first use for as long as this object lives or until ``close``; a second subscriber that uses it
+    meanwhile gets BadInput. Bits are changed in place, so a process that dies half way leaves some pieces as they were and some as they will be;
     ``state.json`` moves only after the bits are synced. Hashes tell afterwards which piece is which.
     """
 
@@ -87,13 +95,14 @@ class Folder(Room):
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self._memory: np.memmap[Any, np.dtype[np.uint8]] | None = None
+        self._lock: IO[bytes] | None = None
 
     def arrays(self, schema: Schema) -> dict[str, Bits]:
         _check_size(schema)
         offsets, size = _layout(schema)
         path = self.folder / f"bits-{schema.root([])[:16]}"
+        self._take()
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             _take_room(path, max(1, size))
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -106,6 +115,8 @@ class Folder(Room):
         }
 
     def load(self) -> Image | None:
+        """A state that cannot be read is worth nothing: it is said, and the next version is fetched anew."""
+        self._take()
         path = self.folder / "state.json"
         try:
             data = loads(path.read_bytes())
@@ -119,7 +130,8 @@ class Folder(Room):
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, RecursionError, Corrupt) as error:
-            raise Corrupt(f"not an image's state: {error}", where=str(path), mend="remove the folder") from None
+            log.warning("%s: not an image's state, so the weights are fetched anew: %s", path, str(error))
+            return None
         return Image(version, schema, self.arrays(schema), hashes, range(len(hashes)))
 
     def save(self, image: Image) -> None:
@@ -143,6 +155,30 @@ class Folder(Room):
         for old in self.folder.glob("bits-*"):
             if old.name != f"bits-{image.schema.root([])[:16]}":
                 old.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+        self._lock = self._memory = None
+
+    def _take(self) -> None:
+        """Have the folder alone: two who change its bits would hand out each other's."""
+        if self._lock is not None:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = open(self.folder / ".lock", "ab")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                lock.close()
+                raise
+        except BlockingIOError:
+            mend = "give each subscriber a folder of its own, or close the other one"
+            raise BadInput("another subscriber uses this folder", where=str(self.folder), mend=mend) from None
+        except OSError as error:
+            raise StoreError(f"cannot write: {error.strerror}", where=str(self.folder)) from error
+        self._lock = lock
 
 
 def _check_size(schema: Schema) -> None:

@@ -34,7 +34,7 @@ from obstore.exceptions import (
 from obstore.store import HTTPStore, MemoryStore, from_url
 
 from farflung.core.errors import BadInput, Corrupt
-from farflung.weights.store import MAX_POINTER, SEGMENT, Conflict, Missing, StoreError, check_key, check_pointer
+from farflung.weights.store import MAX_POINTER, SEGMENT, Conflict, Missing, StoreError, check_key, check_pointer, is_key
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -150,7 +150,7 @@ class ObjectStore:
         return sorted(name for name in found if SEGMENT.fullmatch(name))
 
     def list(self, folder: str) -> list[str]:
-        return sorted(key for key in self._listed(folder) if not key.endswith(f"/{PROBE}"))
+        return sorted(filter(is_key, self._listed(folder)))
 
     def delete(self, key: str) -> None:
         with suppress(Missing), self._explained("delete", check_key(key)):
@@ -192,7 +192,7 @@ class ObjectStore:
         if probe not in written:
             raise StoreError("what was just written is not listed", where=self._where(probe), mend="try again")
         now = written[probe]
-        return {key: max(0.0, now - when) for key, when in written.items() if not key.endswith(f"/{PROBE}")}
+        return {key: max(0.0, now - when) for key, when in written.items() if is_key(key)}
 
     def _get(self, key: str, max_bytes: int) -> _Found:
         with self._explained("read", check_key(key)):
@@ -231,7 +231,7 @@ class ObjectStore:
         )
 
     def _listed(self, folder: str) -> dict[str, float]:
-        """When each key below a folder, and each probe, was written, in seconds of the store's clock."""
+        """When each object below a folder, key or not, was written, in seconds of the store's clock."""
         with self._explained("list", check_key(folder)):
             found = [meta for batch in self._reads.list(folder, chunk_size=1000) for meta in batch]
         return {meta["path"]: meta["last_modified"].timestamp() for meta in found}

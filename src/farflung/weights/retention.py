@@ -7,6 +7,7 @@ a lease is, the store's own clock says.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from collections import Counter
@@ -16,8 +17,10 @@ from dataclasses import dataclass
 from farflung.core.errors import BadInput, Corrupt
 from farflung.weights.history import History, Version
 from farflung.weights.manifest import object_key, read_jump
-from farflung.weights.store import Store, check_name
+from farflung.weights.store import Store, StoreError, check_name
 from farflung.weights.strict import count, loads, need
+
+log = logging.getLogger(__name__)
 
 _MANIFEST = re.compile(r"manifests/([0-9]{8,15})-[0-9a-f]{64}")
 _JUMP = re.compile(r"jumps/([^/]+)/([0-9]{8,15})-([0-9]{1,15})")
@@ -29,27 +32,46 @@ LIVE_SECONDS = 600.0
 
 
 class Lease:
-    """One subscriber's word about what it holds. For the thread that fetches and the one that looks."""
+    """One subscriber's word about what it holds. For the thread that fetches and the one that looks.
+
+    It is advice: where it cannot be written (a store to read from alone, no network) that is counted in ``failures``, said
+    once for each kind of trouble, and tried again a minute later; nothing else fails for it.
+    """
 
     def __init__(self, store: Store, run: str, name: str) -> None:
         self._store = store
         self._key = f"{run}/leases/{check_name(name, 'subscriber')}"
+        self._wanted: int | None = None
         self._version: int | None = None
-        self._written = 0.0
+        self._tried = 0.0
+        self._failing = False
+        self._said: set[type[Exception]] = set()
+        self.failures = 0
 
     def hold(self, version: int) -> None:
-        if version != self._version:
-            self._version = version
+        self._wanted = version
+        if version != self._version and not self._failing:
             self._write(version)
+        else:
+            self.renew()
 
     def renew(self) -> None:
-        version = self._version
-        if version is not None and time.monotonic() - self._written > RENEW_SECONDS:
+        version = self._wanted
+        if version is not None and time.monotonic() - self._tried > RENEW_SECONDS:
             self._write(version)
 
     def _write(self, version: int) -> None:
-        self._store.write_note(self._key, json.dumps({"version": version}).encode())
-        self._written = time.monotonic()
+        self._tried = time.monotonic()
+        try:
+            self._store.write_note(self._key, json.dumps({"version": version}).encode())
+        except (StoreError, BadInput) as error:
+            self.failures += 1
+            self._failing = True
+            if type(error) not in self._said:
+                log.warning("what is held cannot be told to the store, so it may be pruned: %s", str(error))
+            self._said.add(type(error))
+        else:
+            self._version, self._failing = version, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +86,19 @@ class Removed:
 
 
 def held(store: Store, run: str, live_seconds: float = LIVE_SECONDS) -> dict[str, int]:
-    """Versions by the names of live subscribers. Raises Corrupt for a lease that cannot be read."""
+    """Versions by the names of live subscribers. One whose lease cannot be read may hold anything, so it counts as 0."""
     found: dict[str, int] = {}
     for key, age in store.ages(f"{run}/leases").items():
-        raw = store.read_pointer(key) if age <= live_seconds else None
-        if raw is None:
+        if age > live_seconds:
             continue
-        found[key.rsplit("/", 1)[1]] = decode_lease(raw, f"lease {key}")
+        try:
+            raw = store.read_pointer(key)
+            version = None if raw is None else decode_lease(raw, f"lease {key}")
+        except Corrupt as error:
+            log.warning("nothing is removed for as long as this may be a live subscriber's: %s", str(error))
+            version = 0
+        if version is not None:
+            found[key.rsplit("/", 1)[1]] = version
     return found
 
 
@@ -122,11 +150,12 @@ def prune(history: History, keep: int, *, live_seconds: float = LIVE_SECONDS, dr
             remove(key, "versions")
         elif found := _JUMP.fullmatch(name):
             format, number, span = found[1], int(found[2]), int(found[3])
-            if number - span < floor:
+            objects = None if number - span < floor else _jump_objects(history, format, number, span)
+            if objects is None:
                 remove(key, "jumps")
             else:
-                kept |= _jump_objects(history, format, number, span)
-        elif (found := _LEASE.fullmatch(name)) and found[1] not in live:
+                kept |= objects
+        elif (found := _LEASE.fullmatch(name)) and found[1] not in live and names[key] > live_seconds:
             remove(key, "leases")
     for key, age in names.items():
         if key.startswith(f"{run}/objects/") and key not in kept and age > live_seconds:
@@ -147,6 +176,11 @@ def object_keys(run: str, version: Version) -> Iterator[str]:
             yield object_key(run, part)
 
 
-def _jump_objects(history: History, format: str, number: int, span: int) -> set[str]:
-    jump = read_jump(history.store, history.run, format, number, span, history.seal)
+def _jump_objects(history: History, format: str, number: int, span: int) -> set[str] | None:
+    """None for a jump that nobody can read: it helps no one, and a compactor makes it again."""
+    try:
+        jump = read_jump(history.store, history.run, format, number, span, history.seal)
+    except Corrupt as error:
+        log.warning("%s", str(error))
+        return None
     return set() if jump is None else {object_key(history.run, part) for part in jump.delta}

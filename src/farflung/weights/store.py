@@ -57,7 +57,10 @@ class Store(Protocol):
         ...
 
     def list(self, folder: str) -> list[str]:
-        """Every key below a folder (``"a/b"`` holds ``"a/b/c"`` but not ``"a/bc"``), sorted."""
+        """Every key below a folder (``"a/b"`` holds ``"a/b/c"`` but not ``"a/bc"``), sorted.
+
+        What others left there under names that are no keys, as file systems and their tools do, is passed over.
+        """
         ...
 
     def delete(self, key: str) -> None:
@@ -110,9 +113,13 @@ def open_store(url: str, *, token: str | None = None) -> Store:
 
 def check_key(key: str) -> str:
     """Returns the key. Raises BadInput for one that could leave the store or clash with its own files."""
-    if not all(SEGMENT.fullmatch(segment) for segment in key.split("/")):
+    if not is_key(key):
         raise BadInput(f"{key!r} is not a store key", mend="use letters, digits, '_', '-', '.', joined by '/'")
     return key
+
+
+def is_key(name: str) -> bool:
+    return all(SEGMENT.fullmatch(segment) for segment in name.split("/"))
 
 
 def check_name(name: str, what: str) -> str:
@@ -184,7 +191,7 @@ class FolderStore:
     def list(self, folder: str) -> list[str]:
         top = self._path(folder)
         found = (Path(base, name) for base, _, names in os.walk(top) for name in names)
-        return sorted(path.relative_to(self.root).as_posix() for path in found)
+        return sorted(filter(is_key, (path.relative_to(self.root).as_posix() for path in found)))
 
     def delete(self, key: str) -> None:
         with self._explained(key, 0), suppress(FileNotFoundError):

@@ -57,7 +57,7 @@ class Subscriber:
 
     It hands out whole versions whose hashes are those published, and nothing else. An error while a version is fetched
     and checked leaves what is held; bits that turn out wrong while they are applied are fetched whole.
-    ``folder``: keep the bits there, for the next process. ``small``: take deltas in fewer bytes where there are such. ``name``: say in the store what is held, so that it is not pruned.
+    ``folder``: keep the bits there, for the next process; one subscriber at a time. ``small``: take deltas in fewer bytes where there are such. ``name``: say in the store what is held, so that it is not pruned.
     """
 
     def __init__(
@@ -94,6 +94,12 @@ class Subscriber:
     def image(self) -> Image | None:
         """What it holds, whole and verified."""
         return None if self._image is None or self._image.torn else self._image
+
+    def close(self) -> None:
+        """Let go of what is held and, where there is one, of the folder; tensors handed out are another's from then on."""
+        with self._fetching:
+            self._image, self._opened = None, False
+            self._room.close()
 
     def newest(self) -> int | None:
         """The newest published version, None before the first. Raises Corrupt for a bad or rewound pointer."""

@@ -165,8 +165,8 @@ class _Walk:
     def leases(self, keys: Sequence[str]) -> None:
         self.known.update(keys)
         for key in keys:
-            raw = self.history.store.read_pointer(key)
             try:
+                raw = self.history.store.read_pointer(key)
                 if raw is not None:
                     decode_lease(raw, f"lease {key}")
             except Corrupt as error:

@@ -43,8 +43,11 @@ def run(argv: Sequence[str]) -> int:
 
     compactor = Compactor(place.store, place.run, key=place.key, levels=args.levels)
     if not args.follow:
-        print(f"{_once(compactor)} jumps made")
-        return 0
+        made = _once(compactor)
+        for skipped in compactor.skipped:
+            print(f"skipped: {skipped}")
+        print(f"{made} jumps made" + (f", {len(compactor.skipped)} faults" if compactor.skipped else ""))
+        return 1 if compactor.skipped else 0
     try:
         _follow(compactor, args.interval, float("inf") if args.minutes is None else 60 * args.minutes)
     except KeyboardInterrupt:

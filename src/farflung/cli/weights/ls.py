@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from farflung.cli.args import Parser
 from farflung.cli.weights.place import add_run, at_least, open_place, refuse_mirror
-from farflung.core.errors import InfraError
+from farflung.core.errors import Corrupt, InfraError
 
 if TYPE_CHECKING:
     from farflung.cli.weights.place import Place
@@ -66,7 +67,11 @@ def _entries(history: History, version: Version) -> dict[str, Entry]:
         jumps = {}
         for ref in version.manifest.ancestors[1:]:
             span = version.number - ref.version
-            jump = read_jump(history.store, history.run, format, version.number, span, history.seal)
+            try:
+                jump = read_jump(history.store, history.run, format, version.number, span, history.seal)
+            except Corrupt as error:
+                print(f"farflung: {error}", file=sys.stderr)
+                continue
             if jump is not None:
                 jumps[span] = sum(part.nbytes for part in jump.delta)
         delta, anchor = (sum(part.nbytes for part in parts) for parts in (stream.delta, stream.anchor))
