@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,20 @@ def test_the_summary_holds_complete_runs_and_the_page_all_of_them(tmp_path: Path
     assert 'class="band c4"' in page
     assert "homogeneous/GRPO" in page
     assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_pool_may_feed_nothing_to_an_update(tmp_path: Path) -> None:
+    """The trainer's rows name only the pools that fed them, and not in the recipe's order."""
+    folder, run = Folder.open(tmp_path / "a", TINY), Run(Arm("mixed"), 0)
+    names = [pool.name for pool in TINY.pools("mixed")]
+    fed = [names[1:], names[:1], names[::-1], [], names[2:3], names[:2]]
+    made = [
+        replace(row, pools={name: row.pools[name] for name in there})
+        for row, there in zip(rows(TINY.recipe, run.arm), fed, strict=True)
+    ]
+    folder.rows_file(run).write_text("".join(json.dumps(row.to_dict()) + "\n" for row in made))
+    page = draw_page(folder).read_text()
+    assert all(f"&quot;n&quot;:&quot;{name}&quot;" in page for name in names)
 
 
 def test_a_page_of_nothing_can_be_drawn(tmp_path: Path) -> None:

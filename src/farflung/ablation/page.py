@@ -14,9 +14,10 @@ import jinja2
 from markupsafe import Markup
 
 from farflung import __version__
-from farflung.ablation.arms import FLEETS, METHODS, Arm
+from farflung.ablation.arms import FLEETS, METHODS, Arm, Fleet
+from farflung.ablation.experiment import Experiment
 from farflung.ablation.folder import Folder
-from farflung.ablation.signs import smooth
+from farflung.ablation.signs import mean, smooth
 from farflung.ablation.summary import row, summarise
 from farflung.config.load import dump_recipe
 from farflung.core.errors import BadInput
@@ -68,7 +69,7 @@ def render(folder: Folder) -> str:
             for fleet in FLEETS
         ],
         arms=[
-            {"name": arm.name, "charts": [_drawn(chart) for chart in _pools(found, experiment.window)]}
+            {"name": arm.name, "charts": [_drawn(chart) for chart in _pools(found, experiment, arm.fleet)]}
             for arm, found in rows.items()
         ],
         settings=[
@@ -117,13 +118,13 @@ def _curves(rows: Rows, window: int) -> list[Chart]:
     ]  # fmt: skip
 
 
-def _pools(found: Sequence[Sequence[UpdateMetrics]], window: int) -> list[Chart]:
+def _pools(found: Sequence[Sequence[UpdateMetrics]], experiment: Experiment, fleet: Fleet) -> list[Chart]:
     """One arm: KL, share out of band and reward of each pool."""
 
     def chart(title: str, note: str, pick: Callable[[TokenStats], float], form: Format, *, log: bool = False) -> Chart:
         series = [
-            _series(name, 1 + place % 7, found, _pool_pick(name, pick), window)
-            for place, name in enumerate(found[0][0].pools)
+            _series(pool.name, 1 + place % 7, found, _pool_pick(pool.name, pick), experiment.window)
+            for place, pool in enumerate(experiment.pools(fleet))
         ]
         return Chart(title, note, series, form, low=None if log else 0.0, log=log)
 
@@ -139,7 +140,13 @@ def _token(pick: Callable[[TokenStats], float]) -> Pick:
 
 
 def _pool_pick(name: str, pick: Callable[[TokenStats], float]) -> Pick:
-    return lambda m: pick(m.pools[name]) if m.pools[name].tokens else math.nan
+    """NaN for an update that the pool fed nothing to."""
+
+    def picked(metrics: UpdateMetrics) -> float:
+        stats = metrics.pools.get(name)
+        return pick(stats) if stats is not None and stats.tokens else math.nan
+
+    return picked
 
 
 def _series(name: str, color: int, found: Sequence[Sequence[UpdateMetrics]], pick: Pick, window: int) -> Series:
@@ -148,13 +155,13 @@ def _series(name: str, color: int, found: Sequence[Sequence[UpdateMetrics]], pic
     step = max(1, length // POINTS)
     curves = [smooth([pick(row) for row in rows[:length]], window) for rows in found]
     places = range((length - 1) % step, length, step)
-    values = [[curve[at] for curve in curves] for at in places]
-    band = ([min(each) for each in values], [max(each) for each in values])
+    values = [[curve[at] for curve in curves if not math.isnan(curve[at])] for at in places]
+    band = ([min(each, default=math.nan) for each in values], [max(each, default=math.nan) for each in values])
     return Series(
         name,
         color,
         [found[0][at].update for at in places],
-        [sum(each) / len(each) for each in values],
+        [mean(each) for each in values],
         band=band if len(found) > 1 else None,
     )
 

@@ -85,9 +85,8 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         raise Stopped("stopped by hand", where=str(path), mend="the same command goes on where it stopped") from None
     result = summarise(folder)
-    page = draw_page(folder)
     show(result, console)
-    console.print(f"report: {page}", highlight=False)
     if args.summary is not None:
         write_summary(result, args.summary)
+    console.print(f"report: {draw_page(folder)}", highlight=False)
     return 0
