@@ -44,6 +44,16 @@ def test_a_folder_goes_on_with_its_recipe_and_refuses_another(tmp_path: Path) ->
         Folder.load(tmp_path / "c")
 
 
+def test_a_second_ablation_in_a_folder_is_refused_while_the_first_goes_on(tmp_path: Path) -> None:
+    folder = Folder.open(tmp_path / "a", TINY)
+    with folder.locked():
+        again = Folder.open(tmp_path / "a", TINY)
+        with pytest.raises(BadInput, match=r"a: this ablation is going on in another process\n  wait for it"), again.locked():
+            pass
+    with folder.locked():
+        assert Folder.open(tmp_path / "a", TINY) == folder
+
+
 def test_a_row_that_was_cut_off_does_not_count(tmp_path: Path) -> None:
     folder, run = Folder.open(tmp_path / "a", TINY), Run(GRID[0], 0)
     assert folder.rows(run) == []

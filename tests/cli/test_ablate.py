@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from farflung.ablation.arms import Arm
+from farflung.ablation.folder import Folder, Run
 from farflung.ablation.recipe import AblationRecipe
+from farflung.ablation.small import Small
 from farflung.config.load import load_tree
 
 TINY = """
@@ -72,6 +75,18 @@ def test_two_arms_run_and_a_run_that_was_cut_off_is_made_again(tmp_path: Path) -
     assert cut.read_text() == text
     assert whole.stat().st_mtime_ns == kept
     assert json.loads((tmp_path / "s.json").read_text()) == first
+
+
+def test_a_second_ablation_in_the_folder_leaves_the_first_alone(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    folder = Folder.open(tmp_path / "runs" / "tiny", Small.load(tmp_path / "tiny.toml", []))
+    run = Run(Arm("mixed"), 0)
+    folder.rows_file(run).write_text("half a row")
+    with folder.locked():
+        done = ablate("tiny.toml", "--arms", "mixed/GRPO", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "runs/tiny: this ablation is going on in another process" in done.stderr
+    assert folder.rows_file(run).read_text() == "half a row"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ recipe.json             what every run follows
 start.safetensors       the first policy, the same for all runs
 runs/FLEET-METHOD-SEED.jsonl   one row per update; complete when the last update is there
 logs/                   what a run's process said
+lock                    held while the ablation goes on
 report.html
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from farflung.ablation.arms import GRID, Arm, find_arm
 from farflung.ablation.experiment import Experiment, experiment_of, facts
 from farflung.core.errors import BadInput, Corrupt
 from farflung.core.metrics import UpdateMetrics
+from farflung.run.workspace import locked
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,14 @@ class Folder:
         except ValueError as error:
             raise Corrupt(f"not JSON: {error}", where=str(file)) from None
         return Folder(path, experiment_of(tree, str(file)))
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Held while runs are made. Raises BadInput if another process makes some here."""
+        return locked(
+            self.path,
+            "this ablation is going on in another process",
+            "wait for it, or give --dir another folder",
+        )
 
     @property
     def report(self) -> Path:

@@ -80,13 +80,16 @@ def run(argv: Sequence[str]) -> int:
     from farflung.ablation.summary import show, summarise, write_summary
 
     console = Console()
-    try:
-        carry_out(folder, runs, jobs, console)
-    except KeyboardInterrupt:
-        raise Stopped("stopped by hand", where=str(path), mend="the same command goes on where it stopped") from None
-    result = summarise(folder)
-    show(result, console)
-    if args.summary is not None:
-        write_summary(result, args.summary)
-    console.print(f"report: {draw_page(folder)}", highlight=False)
+    with folder.locked():
+        try:
+            carry_out(folder, runs, jobs, console)
+        except KeyboardInterrupt:
+            raise Stopped(
+                "stopped by hand", where=str(path), mend="the same command goes on where it stopped"
+            ) from None
+        result = summarise(folder)
+        show(result, console)
+        if args.summary is not None:
+            write_summary(result, args.summary)
+        console.print(f"report: {draw_page(folder)}", highlight=False)
     return 0
