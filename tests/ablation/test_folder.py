@@ -13,7 +13,7 @@ from farflung.ablation.experiment import read_experiment
 from farflung.ablation.folder import Folder, Run
 from farflung.ablation.page import draw_page
 from farflung.ablation.small import Small
-from farflung.ablation.summary import summarise, write_summary
+from farflung.ablation.summary import row, summarise, write_summary
 from farflung.core.errors import BadInput, Corrupt
 from tests.ablation.tiny import recipe, rows
 
@@ -48,7 +48,10 @@ def test_a_second_ablation_in_a_folder_is_refused_while_the_first_goes_on(tmp_pa
     folder = Folder.open(tmp_path / "a", TINY)
     with folder.locked():
         again = Folder.open(tmp_path / "a", TINY)
-        with pytest.raises(BadInput, match=r"a: this ablation is going on in another process\n  wait for it"), again.locked():
+        with (
+            pytest.raises(BadInput, match=r"a: this ablation is going on in another process\n  wait for it"),
+            again.locked(),
+        ):
             pass
     with folder.locked():
         assert Folder.open(tmp_path / "a", TINY) == folder
@@ -85,6 +88,30 @@ def test_the_summary_holds_complete_runs_and_the_page_all_of_them(tmp_path: Path
     assert 'class="band c4"' in page
     assert "homogeneous/GRPO" in page
     assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_run_that_diverged_is_complete_and_marked_in_summary_and_page(tmp_path: Path) -> None:
+    folder, arm = Folder.open(tmp_path / "a", TINY), Arm("mixed", mis=True)
+    fill(folder, Run(arm, 0))
+    for seed, updates in ((1, 4), (2, 0)):
+        run = Run(arm, seed)
+        fill(folder, run, updates)
+        assert not folder.complete(run)
+        folder.diverged_file(run).write_text("weights are not finite\n")
+        assert folder.complete(run)
+    found = summarise(folder)
+    write_summary(found, tmp_path / "s.json")
+    plain = json.loads((tmp_path / "s.json").read_text())["mixed/MIS"]
+    assert (plain["seeds"], plain["diverged"]) == ([0, 1, 2], 2)
+    assert [run["diverged_step"] for run in plain["runs"]] == [None, 5, 1]
+    assert [run["collapse_step"] is None for run in plain["runs"][1:]] == [False, False]
+    assert plain["runs"][2]["final"] is None
+    assert plain["final"] == pytest.approx(sum(run["final"] for run in plain["runs"][:2]) / 2, abs=1e-3)
+    assert "(2× NaN)" in row(found[0])[-1]
+    page = draw_page(folder).read_text()
+    assert "(2× NaN)" in page
+    folder.clear(Run(arm, 1))
+    assert not folder.complete(Run(arm, 1))
 
 
 def test_a_pool_may_feed_nothing_to_an_update(tmp_path: Path) -> None:
@@ -125,6 +152,9 @@ def test_arms_are_chosen_by_fleet_method_or_both() -> None:
         ("[model]\nwidth = 20\n", "model.width is 20; it needs to be a multiple of 2 x model.heads"),
         ("[train]\ngroups = 3\ngroup_size = 3\n", "do not divide"),
         ("[sampling]\ntop_p = 1.0\n", "sampling.top_p should be less than 1"),
+        ("[train]\nlr = inf\n", "r.toml:2: train.lr should be a finite number"),
+        ("[sampling]\ntemperature = inf\n", "r.toml:2: sampling.temperature should be a finite number"),
+        ("[start]\nslip = nan\n", "r.toml:2: start.slip should be a finite number"),
     ],
 )
 def test_a_wrong_recipe_gets_one_error_with_its_place(tmp_path: Path, text: str, said: str) -> None:

@@ -77,6 +77,18 @@ def test_two_arms_run_and_a_run_that_was_cut_off_is_made_again(tmp_path: Path) -
     assert json.loads((tmp_path / "s.json").read_text()) == first
 
 
+def test_runs_that_diverge_are_results(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    command = ["tiny.toml", "--arms", "GRPO", "--train.lr", "1e38", "--summary", "s.json"]
+    done = ablate(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.count("diverged after") == 2
+    found = json.loads((tmp_path / "s.json").read_text())
+    assert [arm["diverged"] for arm in found.values()] == [1, 1]
+    assert "(1× NaN)" in done.stdout
+    assert "2 of 2 runs are there already" in ablate(*command, cwd=tmp_path).stdout
+
+
 def test_a_second_ablation_in_the_folder_leaves_the_first_alone(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(TINY)
     folder = Folder.open(tmp_path / "runs" / "tiny", Small.load(tmp_path / "tiny.toml", []))

@@ -3,6 +3,7 @@
 recipe.json             what every run follows
 start.safetensors       the first policy, the same for all runs
 runs/FLEET-METHOD-SEED.jsonl   one row per update; complete when the last update is there
+runs/FLEET-METHOD-SEED.diverged   with it the run is complete too: it diverged (NaN) after its last row
 logs/                   what a run's process said
 lock                    held while the ablation goes on
 report.html
@@ -97,6 +98,9 @@ class Folder:
     def rows_file(self, run: Run) -> Path:
         return self.path / "runs" / f"{run.name}.jsonl"
 
+    def diverged_file(self, run: Run) -> Path:
+        return self.path / "runs" / f"{run.name}.diverged"
+
     def log_file(self, run: Run) -> Path:
         return self.path / "logs" / f"{run.name}.log"
 
@@ -122,15 +126,24 @@ class Folder:
         except FileNotFoundError:
             return 0
 
+    def diverged(self, run: Run) -> bool:
+        """Whether the run ended early because loss, gradient or weights were not finite."""
+        return self.diverged_file(run).exists()
+
     def complete(self, run: Run) -> bool:
-        return self.count(run) == self.experiment.updates
+        return self.count(run) == self.experiment.updates or self.diverged(run)
+
+    def clear(self, run: Run) -> None:
+        """Remove what the run left, for it to begin anew."""
+        for file in (self.rows_file(run), self.diverged_file(run)):
+            file.unlink(missing_ok=True)
 
     def found(self) -> Iterator[tuple[Run, list[UpdateMetrics]]]:
-        """Every run that has made an update, arm after arm and seed after seed."""
+        """Every run that has made an update or diverged at its first, arm after arm and seed after seed."""
         files = (self.path / "runs").glob("*.jsonl")
         order = {arm: place for place, arm in enumerate(GRID)}
         runs = sorted((Run.parse(file.stem) for file in files), key=lambda run: (order[run.arm], run.seed))
-        return ((run, rows) for run in runs if (rows := self.rows(run)))
+        return ((run, rows) for run in runs if (rows := self.rows(run)) or self.diverged(run))
 
 
 def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:

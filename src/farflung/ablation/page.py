@@ -46,7 +46,8 @@ def render(folder: Folder) -> str:
     experiment = folder.experiment
     rows: dict[Arm, list[list[UpdateMetrics]]] = {}
     for run, found in folder.found():
-        rows.setdefault(run.arm, []).append(found)
+        if found:
+            rows.setdefault(run.arm, []).append(found)
     assets = files("farflung") / "assets" / "report"
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True).from_string(
         (assets / "ablation.html.jinja").read_text(encoding="utf-8")

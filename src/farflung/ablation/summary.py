@@ -31,8 +31,8 @@ class ArmSummary:
 
     def spread(self, pick: Callable[[Signs], float]) -> float:
         """Half the range over the seeds."""
-        values = [pick(signs) for signs in self.signs]
-        return (max(values) - min(values)) / 2
+        values = [value for signs in self.signs if not math.isnan(value := pick(signs))]
+        return (max(values) - min(values)) / 2 if values else math.nan
 
     @property
     def kl_growth(self) -> float:
@@ -53,29 +53,38 @@ class ArmSummary:
         middle = median(math.inf if signs.collapse_step is None else signs.collapse_step for signs in self.signs)
         return round(middle) if middle < math.inf else None
 
+    @property
+    def diverged(self) -> int:
+        """How many of the runs ended in NaN."""
+        return sum(signs.diverged_step is not None for signs in self.signs)
+
     def plain(self) -> dict[str, Any]:
         return {
             "seeds": list(self.seeds),
-            "start": round(self.mean(lambda s: s.start), 4),
-            "best": round(self.mean(lambda s: s.best), 4),
-            "final": round(self.mean(lambda s: s.final), 4),
+            "start": _share(self.mean(lambda s: s.start)),
+            "best": _share(self.mean(lambda s: s.best)),
+            "final": _share(self.mean(lambda s: s.final)),
             "kl_start": _figures(self.mean(lambda s: s.kl_start)),
             "kl_final": _figures(self.mean(lambda s: s.kl_final)),
             "kl_growth": _figures(self.kl_growth),
             "kl_peak_growth": _figures(self.kl_peak_growth),
             "collapse_step": self.collapse_step,
+            "diverged": self.diverged,
             "runs": [
                 {
                     "seed": seed,
-                    "start": round(signs.start, 4),
-                    "best": round(signs.best, 4),
-                    "final": round(signs.final, 4),
+                    "start": _share(signs.start),
+                    "best": _share(signs.best),
+                    "final": _share(signs.final),
+                    "kl_start": _figures(signs.kl_start),
+                    "kl_final": _figures(signs.kl_final),
                     "kl_growth": _figures(signs.kl_growth),
                     "kl_peak_growth": _figures(signs.kl_peak_growth),
                     "kl_step": signs.kl_step,
                     "reward_step": signs.reward_step,
                     "gradient_step": signs.gradient_step,
                     "collapse_step": signs.collapse_step,
+                    "diverged_step": signs.diverged_step,
                 }
                 for seed, signs in zip(self.seeds, self.signs, strict=True)
             ],
@@ -87,8 +96,8 @@ def summarise(folder: Folder) -> list[ArmSummary]:
     experiment = folder.experiment
     found: dict[Arm, list[tuple[int, Signs]]] = {}
     for run, rows in folder.found():
-        if len(rows) == experiment.updates:
-            signs = read_signs(rows, fresh=experiment.fresh, window=experiment.window)
+        if folder.complete(run):
+            signs = read_signs(rows, fresh=experiment.fresh, window=experiment.window, diverged=folder.diverged(run))
             found.setdefault(run.arm, []).append((run.seed, signs))
     return [
         ArmSummary(arm, tuple(seed for seed, _ in found[arm]), tuple(signs for _, signs in found[arm]))
@@ -99,7 +108,7 @@ def summarise(folder: Folder) -> list[ArmSummary]:
 
 def write_summary(arms: Sequence[ArmSummary], path: Path) -> None:
     """JSON: the arm's name -> its result."""
-    path.write_text(json.dumps({arm.arm.name: arm.plain() for arm in arms}, indent=1) + "\n")
+    path.write_text(json.dumps({arm.arm.name: arm.plain() for arm in arms}, indent=1, allow_nan=False) + "\n")
 
 
 def show(arms: Sequence[ArmSummary], console: Console) -> None:
@@ -123,8 +132,13 @@ def row(arm: ArmSummary) -> list[str]:
         f"{arm.mean(lambda s: s.kl_start):.2g} → {arm.mean(lambda s: s.kl_final):.2g}",
         f"{arm.kl_growth:.2g}×",
         f"{arm.kl_peak_growth:.2g}×",
-        "–" if arm.collapse_step is None else str(arm.collapse_step),
+        ("–" if arm.collapse_step is None else str(arm.collapse_step))
+        + (f" ({arm.diverged}× NaN)" if arm.diverged else ""),
     ]
+
+
+def _share(value: float) -> float | None:
+    return round(value, 4) if math.isfinite(value) else None
 
 
 def _figures(value: float) -> float | None:
