@@ -78,7 +78,7 @@ class TrainConfig(Section):
     """AdamW betas."""
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """AdamW weight decay."""
-    clip: Rate = 1.0
+    clip: Annotated[float, Field(gt=0)] = 1.0
     """Gradient norm is clipped to this."""
     std: bool = False
     """Divide the group's centred rewards by their standard deviation."""

@@ -10,12 +10,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from farflung.ablation.arms import GRID, Arm
 from farflung.ablation.folder import Folder
 from farflung.ablation.signs import Signs, mean, read_signs
+
+WIDE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +116,26 @@ def write_summary(arms: Sequence[ArmSummary], path: Path) -> None:
 
 
 def show(arms: Sequence[ArmSummary], console: Console) -> None:
-    table = Table(title="reward and KL of every arm", title_justify="left")
+    """On a terminal in its width; elsewhere every row is one whole line."""
+    table = Table(title="reward and KL of every arm", title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     for name in ("arm", "seeds", "start", "best", "final", "KL", "growth", "peak", "collapse"):
-        table.add_column(name, justify="left" if name == "arm" else "right")
-    for arm in arms:
-        table.add_row(*row(arm))
-    console.print(table)
+        arm = name == "arm"
+        table.add_column(
+            name, justify="left" if arm else "right", overflow="fold", no_wrap=arm or not console.is_terminal
+        )
+    for summary in arms:
+        table.add_row(*row(summary))
+    if not console.is_terminal:
+        wide = console.options.update(max_width=WIDE)
+        table.width = Measurement.get(console, wide, table).maximum
+    table.columns[0].min_width = max((len(summary.arm.name) for summary in arms), default=0)
+    console.print(table, crop=False, overflow="ignore", no_wrap=True)
 
 
 def row(arm: ArmSummary) -> list[str]:
     """The arm's line of the table."""
     spread = f" ± {arm.spread(lambda s: s.final):.2f}" if len(arm.seeds) > 1 else ""
+    ended = f" ({arm.diverged}× NaN)" if arm.diverged else ""
     return [
         arm.arm.name,
         str(len(arm.seeds)),
@@ -132,8 +145,7 @@ def row(arm: ArmSummary) -> list[str]:
         f"{arm.mean(lambda s: s.kl_start):.2g} → {arm.mean(lambda s: s.kl_final):.2g}",
         f"{arm.kl_growth:.2g}×",
         f"{arm.kl_peak_growth:.2g}×",
-        ("–" if arm.collapse_step is None else str(arm.collapse_step))
-        + (f" ({arm.diverged}× NaN)" if arm.diverged else ""),
+        f"{'–' if arm.collapse_step is None else arm.collapse_step}{ended}",
     ]
 
 

@@ -162,7 +162,7 @@ class TrainConfig(Section):
     """AdamW betas."""
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """AdamW weight decay."""
-    clip: Rate = 1.0
+    clip: Annotated[float, Field(gt=0)] = 1.0
     """Gradient norm is clipped to this."""
     std: bool = False
     """Divide the group's centred rewards by their standard deviation."""
@@ -179,7 +179,7 @@ class TrainConfig(Section):
     has moved from q by more than delta in the advantage's direction."""
     band: tuple[float, float] = (0.5, 5.0)
     """Ratios kept by mis, icepop and mask, ends included."""
-    cap: Rate = 2.0
+    cap: Annotated[float, Field(gt=0)] = 2.0
     """Greatest weight that tis gives."""
     clip_range: tuple[float, float] = (0.8, 1.28)
     """Ratios between which ppo and cispo do not clip."""
@@ -192,7 +192,7 @@ class TrainConfig(Section):
     1 + the second, e.g. [3e-4, 4e-4]. It takes the place of the token weights: needs weight none."""
     geometric_mask: tuple[float, float] | None = None
     """Trajectories whose mean ratio exp(mean log p/q) is outside teach nothing, e.g. [0.99, 1.01]."""
-    opsm: Rate | None = None
+    opsm: Annotated[float, Field(gt=0)] | None = None
     """Trajectories with negative advantage and a mean log q/p above this teach nothing (off-policy sequence masking)."""
     staleness_mask: Annotated[int, Field(ge=0)] | None = None
     """Trajectories with a token more than this many versions old teach nothing; run.max_staleness drops whole groups before."""
