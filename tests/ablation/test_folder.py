@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,11 @@ def fill(folder: Folder, run: Run, updates: int | None = None) -> None:
 @pytest.mark.parametrize("arm", GRID, ids=lambda arm: arm.name)
 def test_a_runs_name_says_which_it_is(arm: Arm) -> None:
     assert Run.parse(Run(arm, 12).name) == Run(arm, 12)
+
+
+@pytest.mark.parametrize("name", ["foo", "mixed-GRPO", "mixed-GRPO-x", "mixed-GRPO-01", "mixed-PPO-0", "mixed-GRPO--1"])
+def test_another_name_is_no_runs(name: str) -> None:
+    assert Run.parse(name) is None
 
 
 def test_a_folder_goes_on_with_its_recipe_and_refuses_another(tmp_path: Path) -> None:
@@ -129,7 +135,21 @@ def test_a_pool_may_feed_nothing_to_an_update(tmp_path: Path) -> None:
 
 
 def test_a_page_of_nothing_can_be_drawn(tmp_path: Path) -> None:
-    assert "no run is complete yet" in draw_page(Folder.open(tmp_path / "a", TINY)).read_text()
+    page = draw_page(Folder.open(tmp_path / "a", TINY)).read_text()
+    assert "no run is complete yet" in page
+    assert "<svg" not in page
+
+
+def test_a_fleet_without_runs_has_no_charts_and_curves_reach_as_far_as_the_longest_run(tmp_path: Path) -> None:
+    folder = Folder.open(tmp_path / "a", TINY)
+    fill(folder, Run(Arm("mixed"), 0))
+    fill(folder, Run(Arm("mixed"), 1), updates=2)
+    page = draw_page(folder).read_text()
+    assert page.count("<svg") == 8 + 3
+    assert "homogeneous fleet" not in page.lower()
+    assert "Not complete: 1; the curves show those as far as they came, the table leaves them out." in page
+    reward = json.loads(unescape(page.split('aria-label="Reward"')[1].split('data-points="')[1].split('"')[0]))
+    assert [point[2] for point in reward["s"][0]["p"]] == ["1", "2", "3", "4", "5", "6"]
 
 
 def test_arms_are_chosen_by_fleet_method_or_both() -> None:

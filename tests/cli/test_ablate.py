@@ -89,6 +89,20 @@ def test_runs_that_diverge_are_results(tmp_path: Path) -> None:
     assert "2 of 2 runs are there already" in ablate(*command, cwd=tmp_path).stdout
 
 
+def test_damage_in_the_folder_gets_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    folder = Folder.open(tmp_path / "runs" / "tiny", Small.load(tmp_path / "tiny.toml", []))
+    (folder.path / "runs" / "foo.jsonl").write_text("{}\n")
+    (folder.path / "start.safetensors").write_bytes(b"short")
+    done = ablate("tiny.toml", "--arms", "mixed/GRPO", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "runs/tiny/runs/foo.jsonl is left out: no run is called so" in done.stdout
+    assert "start.safetensors: the first policy cannot be read" in done.stderr
+    assert "delete it" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert folder.report.is_file()
+
+
 def test_a_second_ablation_in_the_folder_leaves_the_first_alone(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(TINY)
     folder = Folder.open(tmp_path / "runs" / "tiny", Small.load(tmp_path / "tiny.toml", []))

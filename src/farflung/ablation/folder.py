@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farflung.ablation.arms import GRID, Arm, find_arm
+from farflung.ablation.arms import GRID, Arm
 from farflung.ablation.experiment import Experiment, experiment_of, facts
 from farflung.core.errors import BadInput, Corrupt
 from farflung.core.metrics import UpdateMetrics
@@ -38,10 +39,11 @@ class Run:
         return f"{self.arm.fleet}-{self.arm.method}-{self.seed}"
 
     @staticmethod
-    def parse(name: str) -> Run:
-        fleet, rest = name.split("-", 1)
-        method, seed = rest.rsplit("-", 1)
-        return Run(find_arm(f"{fleet}/{method}"), int(seed))
+    def parse(name: str) -> Run | None:
+        """None if no run is called so."""
+        named = re.fullmatch(r"(.+)-(0|[1-9][0-9]*)", name, re.ASCII)
+        arm = next((arm for arm in GRID if named and named[1] == f"{arm.fleet}-{arm.method}"), None)
+        return Run(arm, int(named[2])) if named and arm else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +142,16 @@ class Folder:
 
     def found(self) -> Iterator[tuple[Run, list[UpdateMetrics]]]:
         """Every run that has made an update or diverged at its first, arm after arm and seed after seed."""
-        files = (self.path / "runs").glob("*.jsonl")
-        order = {arm: place for place, arm in enumerate(GRID)}
-        runs = sorted((Run.parse(file.stem) for file in files), key=lambda run: (order[run.arm], run.seed))
+        parsed = (Run.parse(file.stem) for file in self._row_files())
+        runs = sorted((run for run in parsed if run), key=lambda run: (GRID.index(run.arm), run.seed))
         return ((run, rows) for run in runs if (rows := self.rows(run)) or self.diverged(run))
+
+    def strangers(self) -> list[Path]:
+        """Files among the rows that are no run's."""
+        return [file for file in self._row_files() if Run.parse(file.stem) is None]
+
+    def _row_files(self) -> list[Path]:
+        return sorted((self.path / "runs").glob("*.jsonl"))
 
 
 def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -68,6 +68,7 @@ def render(folder: Folder) -> str:
                 "charts": [_drawn(chart) for chart in _curves(_of(rows, fleet), experiment.window)],
             }
             for fleet in FLEETS
+            if _of(rows, fleet)
         ],
         arms=[
             {"name": arm.name, "charts": [_drawn(chart) for chart in _pools(found, experiment, arm.fleet)]}
@@ -83,10 +84,16 @@ def render(folder: Folder) -> str:
 
 def _lead(folder: Folder, rows: Rows) -> str:
     made, whole = sum(map(len, rows.values())), folder.experiment.updates
+    states = [(folder.complete(run), folder.diverged(run)) for run, _ in folder.found()]
+    cut, diverged = sum(not complete for complete, _ in states), sum(ended for _, ended in states)
+    open_ = (
+        f" Not complete: {cut}; the curves show those as far as they came, the table leaves them out." if cut else ""
+    )
+    nan = f" Diverged (NaN): {diverged}; their curves end there." if diverged else ""
     std = "divided" if folder.experiment.std else "not divided"
     return (
         f"{made} runs of {len(rows)} arms, {whole} updates each. Every arm starts from the same policy and sees the same prompts; "
-        f"only centering, masking, top-p and the fleet differ. Advantages are {std} by the group's standard deviation."
+        f"only centering, masking, top-p and the fleet differ. Advantages are {std} by the group's standard deviation.{open_}{nan}"
     )
 
 
@@ -151,17 +158,17 @@ def _pool_pick(name: str, pick: Callable[[TokenStats], float]) -> Pick:
 
 
 def _series(name: str, color: int, found: Sequence[Sequence[UpdateMetrics]], pick: Pick, window: int) -> Series:
-    """The mean over the seeds, each smoothed, with their range as a band; as far as all of them have come."""
-    length = min(map(len, found))
-    step = max(1, length // POINTS)
-    curves = [smooth([pick(row) for row in rows[:length]], window) for rows in found]
-    places = range((length - 1) % step, length, step)
-    values = [[curve[at] for curve in curves if not math.isnan(curve[at])] for at in places]
+    """The mean over the seeds, each smoothed, with their range as a band; at every update over those that came so far."""
+    longest = max(found, key=len)
+    step = max(1, len(longest) // POINTS)
+    curves = [smooth([pick(row) for row in rows], window) for rows in found]
+    places = range((len(longest) - 1) % step, len(longest), step)
+    values = [[curve[at] for curve in curves if at < len(curve) and not math.isnan(curve[at])] for at in places]
     band = ([min(each, default=math.nan) for each in values], [max(each, default=math.nan) for each in values])
     return Series(
         name,
         color,
-        [found[0][at].update for at in places],
+        [longest[at].update for at in places],
         [mean(each) for each in values],
         band=band if len(found) > 1 else None,
     )

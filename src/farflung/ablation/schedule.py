@@ -55,6 +55,8 @@ def carry_out(folder: Folder, runs: Sequence[Run], jobs: int, console: Console) 
 
     When one dies the others go on; at the end InfraError is raised, which tells of those that died.
     """
+    for stranger in folder.strangers():
+        console.print(f"{stranger} is left out: no run is called so", highlight=False, soft_wrap=True)
     waiting = [run for run in runs if not folder.complete(run)]
     if len(waiting) < len(runs):
         console.print(f"{len(runs) - len(waiting)} of {len(runs)} runs are there already", highlight=False)

@@ -87,9 +87,10 @@ def run(argv: Sequence[str]) -> int:
             raise Stopped(
                 "stopped by hand", where=str(path), mend="the same command goes on where it stopped"
             ) from None
-        result = summarise(folder)
-        show(result, console)
-        if args.summary is not None:
-            write_summary(result, args.summary)
-        console.print(f"report: {draw_page(folder)}", highlight=False)
+        finally:  # what is there is a result, also when the ablation was stopped or a run failed
+            result = summarise(folder)
+            show(result, console)
+            if args.summary is not None:
+                write_summary(result, args.summary)
+            console.print(f"report: {draw_page(folder)}", highlight=False)
     return 0
