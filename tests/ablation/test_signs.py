@@ -55,6 +55,19 @@ def test_gradients_and_format_errors_are_the_third_sign() -> None:
     assert (found.gradient_step, found.collapse_step) == (6, 6)
 
 
+def test_a_run_that_diverged_has_collapsed_where_it_ended_or_before() -> None:
+    rows = [UpdateMetrics(update=at + 1, all=TokenStats(tokens=10, reward=0.5, kl=0.01)) for at in range(4)]
+    found = read_signs(rows, fresh=2, window=2, diverged=True)
+    assert (found.collapse_step, found.diverged_step, found.final) == (5, 5, 0.5)
+    bad = UpdateMetrics(update=5, all=TokenStats(tokens=10, reward=0.1, kl=0.2), grad_norm=math.nan)
+    found = read_signs([*rows, bad, bad], fresh=2, window=2, diverged=True)
+    assert (found.collapse_step, found.diverged_step, found.final) == (5, 7, pytest.approx(0.1))
+    nothing = read_signs([], fresh=2, window=2, diverged=True)
+    assert (nothing.collapse_step, nothing.diverged_step) == (1, 1)
+    assert math.isnan(nothing.final)
+    assert math.isnan(nothing.kl_growth)
+
+
 def test_a_run_in_which_nothing_was_measured_has_no_kl() -> None:
     found = signs([0.0] * 4, [0.0] * 4)
     assert math.isnan(found.kl_growth)

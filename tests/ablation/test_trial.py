@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from farflung.ablation.arms import GRID, Arm
+from farflung.ablation.arms import FLEETS, GRID, Arm, Fleet
 from farflung.ablation.model import Shape
 from farflung.ablation.recipe import AblationRecipe
 from farflung.ablation.sampler import sample, served
+from farflung.ablation.small import Small
 from farflung.ablation.start import make_start
 from farflung.ablation.task import Sorting
 from farflung.ablation.trial import Trainer, run_arm
+from farflung.core.errors import Diverged
+from farflung.core.metrics import UpdateMetrics
 from tests.ablation.tiny import recipe, rows, start
 
 RECIPE = recipe()
@@ -75,6 +80,18 @@ def test_a_batch_without_variance_changes_nothing() -> None:
 def test_sgd_and_warm_up_are_followed() -> None:
     slow = recipe(train={"optimizer": "sgd", "warmup": 3, "lr": 0.1})
     assert [row.lr for row in rows(slow, Arm("mixed"))] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("fleet", FLEETS)
+@pytest.mark.parametrize("lr", [1e38, 1e30])
+def test_a_policy_that_is_not_finite_ends_the_run_after_its_last_row(fleet: Fleet, lr: float) -> None:
+    wild = recipe(train={"optimizer": "sgd", "lr": lr, "clip": 1e30}, ablation={"updates": 30})
+    made = run_arm(wild, Arm(fleet), Small(wild).pools(fleet), 0, start(wild))
+    told: list[UpdateMetrics] = []
+    with pytest.raises(Diverged, match="not finite"):
+        told.extend(made)
+    assert 1 <= len(told) < 30
+    assert math.isfinite(told[-1].all.reward)
 
 
 def test_the_first_policy_learns_what_it_is_shown_with_its_mistakes() -> None:

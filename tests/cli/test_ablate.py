@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from farflung.ablation.arms import Arm
+from farflung.ablation.folder import Folder, Run
 from farflung.ablation.recipe import AblationRecipe
+from farflung.ablation.small import Small
 from farflung.config.load import load_tree
 
 TINY = """
@@ -72,6 +75,44 @@ def test_two_arms_run_and_a_run_that_was_cut_off_is_made_again(tmp_path: Path) -
     assert cut.read_text() == text
     assert whole.stat().st_mtime_ns == kept
     assert json.loads((tmp_path / "s.json").read_text()) == first
+
+
+def test_runs_that_diverge_are_results(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    command = ["tiny.toml", "--arms", "GRPO", "--train.lr", "1e38", "--summary", "s.json"]
+    done = ablate(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.count("diverged after") == 2
+    found = json.loads((tmp_path / "s.json").read_text())
+    assert [arm["diverged"] for arm in found.values()] == [1, 1]
+    assert "(1× NaN)" in done.stdout
+    assert "2 of 2 runs are there already" in ablate(*command, cwd=tmp_path).stdout
+
+
+def test_damage_in_the_folder_gets_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    folder = Folder.open(tmp_path / "runs" / "tiny", Small.load(tmp_path / "tiny.toml", []))
+    (folder.path / "runs" / "foo.jsonl").write_text("{}\n")
+    (folder.path / "start.safetensors").write_bytes(b"short")
+    done = ablate("tiny.toml", "--arms", "mixed/GRPO", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "runs/tiny/runs/foo.jsonl is left out: no run is called so" in done.stdout
+    assert "start.safetensors: the first policy cannot be read" in done.stderr
+    assert "delete it" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert folder.report.is_file()
+
+
+def test_a_second_ablation_in_the_folder_leaves_the_first_alone(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    folder = Folder.open(tmp_path / "runs" / "tiny", Small.load(tmp_path / "tiny.toml", []))
+    run = Run(Arm("mixed"), 0)
+    folder.rows_file(run).write_text("half a row")
+    with folder.locked():
+        done = ablate("tiny.toml", "--arms", "mixed/GRPO", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "runs/tiny: this ablation is going on in another process" in done.stderr
+    assert folder.rows_file(run).read_text() == "half a row"
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,12 @@ def test_a_dumped_recipe_is_complete_and_reads_back(tmp_path: Path) -> None:
         (TWO_POOLS.replace("capacity", "capcity"), "recipe.toml:6", ("unknown key 'pools.b.capcity'", "'capacity'")),
         ('[[pools]]\nkv = "fp8"\n', "recipe.toml:1", ("'pools.0.name' is missing",)),
         ("[train]\nlr = -1\n", "recipe.toml:2", ("train.lr should be greater than 0, not -1",)),
+        ("[train]\nlr = inf\n", "recipe.toml:2", ("train.lr should be a finite number",)),
+        ("[train]\nweight_decay = nan\n", "recipe.toml:2", ("train.weight_decay should be a finite number",)),
+        ("[sampling]\ntemperature = inf\n", "recipe.toml:2", ("sampling.temperature should be a finite number",)),
+        ("[sampling]\ntop_p = nan\n", "recipe.toml:2", ("sampling.top_p should be a finite number",)),
+        ("[run]\nminutes = inf\n", "recipe.toml:2", ("run.minutes should be a finite number",)),
+        ("[agent]\ncommand_seconds = inf\n", "recipe.toml:2", ("agent.command_seconds should be a finite number",)),
         ('train.lr = "fast"\n', "recipe.toml:1", ('train.lr should be a valid number, not "fast"',)),
         ('[run]\nupdates = "3"\n', "recipe.toml:2", ('run.updates should be a valid integer, not "3"',)),
         (

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from farflung.core.errors import BadInput
+from farflung.core.errors import BadInput, Diverged
 from farflung.run import processes as module
 from farflung.run.processes import Processes, Program
 
@@ -88,6 +88,17 @@ async def test_what_dies_again_and_again_fails_the_run_with_its_last_words(
     assert not await programs.processes.ended("bad", 30)
     assert "bad died 2 times" in str(programs.processes.failed)
     assert "no such luck" in str(programs.processes.failed)
+    await programs.processes.stop()
+
+
+async def test_a_training_that_diverges_again_and_again_is_told_apart_from_failed_machinery(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CRASHES", 2)
+    await programs.start("trainer", "import sys\nprint('error: the loss is not finite')\nsys.exit(3)\n")
+    assert not await programs.processes.ended("trainer", 30)
+    assert isinstance(programs.processes.failed, Diverged)
+    assert "the loss is not finite" in str(programs.processes.failed)
     await programs.processes.stop()
 
 

@@ -46,10 +46,6 @@ METHODS = (
 GRID = tuple(Arm(fleet, arm.sc, arm.mis, arm.top_p) for fleet in FLEETS for arm in METHODS)
 
 
-def find_arm(name: str) -> Arm:
-    return next(arm for arm in GRID if arm.name == name)
-
-
 def choose(words: Sequence[str]) -> tuple[Arm, ...]:
     """The arms of the grid that any of the words names, by fleet, method or both; all for no words. Raises BadInput."""
     for word in words:

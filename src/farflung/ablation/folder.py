@@ -3,7 +3,9 @@
 recipe.json             what every run follows
 start.safetensors       the first policy, the same for all runs
 runs/FLEET-METHOD-SEED.jsonl   one row per update; complete when the last update is there
+runs/FLEET-METHOD-SEED.diverged   with it the run is complete too: it diverged (NaN) after its last row
 logs/                   what a run's process said
+lock                    held while the ablation goes on
 report.html
 """
 
@@ -11,15 +13,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farflung.ablation.arms import GRID, Arm, find_arm
+from farflung.ablation.arms import GRID, Arm
 from farflung.ablation.experiment import Experiment, experiment_of, facts
 from farflung.core.errors import BadInput, Corrupt
 from farflung.core.metrics import UpdateMetrics
+from farflung.run.workspace import locked
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +39,11 @@ class Run:
         return f"{self.arm.fleet}-{self.arm.method}-{self.seed}"
 
     @staticmethod
-    def parse(name: str) -> Run:
-        fleet, rest = name.split("-", 1)
-        method, seed = rest.rsplit("-", 1)
-        return Run(find_arm(f"{fleet}/{method}"), int(seed))
+    def parse(name: str) -> Run | None:
+        """None if no run is called so."""
+        named = re.fullmatch(r"(.+)-(0|[1-9][0-9]*)", name, re.ASCII)
+        arm = next((arm for arm in GRID if named and named[1] == f"{arm.fleet}-{arm.method}"), None)
+        return Run(arm, int(named[2])) if named and arm else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +85,23 @@ class Folder:
             raise Corrupt(f"not JSON: {error}", where=str(file)) from None
         return Folder(path, experiment_of(tree, str(file)))
 
+    def locked(self) -> AbstractContextManager[None]:
+        """Held while runs are made. Raises BadInput if another process makes some here."""
+        return locked(
+            self.path,
+            "this ablation is going on in another process",
+            "wait for it, or give --dir another folder",
+        )
+
     @property
     def report(self) -> Path:
         return self.path / "report.html"
 
     def rows_file(self, run: Run) -> Path:
         return self.path / "runs" / f"{run.name}.jsonl"
+
+    def diverged_file(self, run: Run) -> Path:
+        return self.path / "runs" / f"{run.name}.diverged"
 
     def log_file(self, run: Run) -> Path:
         return self.path / "logs" / f"{run.name}.log"
@@ -111,15 +128,30 @@ class Folder:
         except FileNotFoundError:
             return 0
 
+    def diverged(self, run: Run) -> bool:
+        """Whether the run ended early because loss, gradient or weights were not finite."""
+        return self.diverged_file(run).exists()
+
     def complete(self, run: Run) -> bool:
-        return self.count(run) == self.experiment.updates
+        return self.count(run) == self.experiment.updates or self.diverged(run)
+
+    def clear(self, run: Run) -> None:
+        """Remove what the run left, for it to begin anew."""
+        for file in (self.rows_file(run), self.diverged_file(run)):
+            file.unlink(missing_ok=True)
 
     def found(self) -> Iterator[tuple[Run, list[UpdateMetrics]]]:
-        """Every run that has made an update, arm after arm and seed after seed."""
-        files = (self.path / "runs").glob("*.jsonl")
-        order = {arm: place for place, arm in enumerate(GRID)}
-        runs = sorted((Run.parse(file.stem) for file in files), key=lambda run: (order[run.arm], run.seed))
-        return ((run, rows) for run in runs if (rows := self.rows(run)))
+        """Every run that has made an update or diverged at its first, arm after arm and seed after seed."""
+        parsed = (Run.parse(file.stem) for file in self._row_files())
+        runs = sorted((run for run in parsed if run), key=lambda run: (GRID.index(run.arm), run.seed))
+        return ((run, rows) for run in runs if (rows := self.rows(run)) or self.diverged(run))
+
+    def strangers(self) -> list[Path]:
+        """Files among the rows that are no run's."""
+        return [file for file in self._row_files() if Run.parse(file.stem) is None]
+
+    def _row_files(self) -> list[Path]:
+        return sorted((self.path / "runs").glob("*.jsonl"))
 
 
 def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:

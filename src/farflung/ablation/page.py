@@ -14,9 +14,10 @@ import jinja2
 from markupsafe import Markup
 
 from farflung import __version__
-from farflung.ablation.arms import FLEETS, METHODS, Arm
+from farflung.ablation.arms import FLEETS, METHODS, Arm, Fleet
+from farflung.ablation.experiment import Experiment
 from farflung.ablation.folder import Folder
-from farflung.ablation.signs import smooth
+from farflung.ablation.signs import mean, smooth
 from farflung.ablation.summary import row, summarise
 from farflung.config.load import dump_recipe
 from farflung.core.errors import BadInput
@@ -45,7 +46,8 @@ def render(folder: Folder) -> str:
     experiment = folder.experiment
     rows: dict[Arm, list[list[UpdateMetrics]]] = {}
     for run, found in folder.found():
-        rows.setdefault(run.arm, []).append(found)
+        if found:
+            rows.setdefault(run.arm, []).append(found)
     assets = files("farflung") / "assets" / "report"
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True).from_string(
         (assets / "ablation.html.jinja").read_text(encoding="utf-8")
@@ -66,9 +68,10 @@ def render(folder: Folder) -> str:
                 "charts": [_drawn(chart) for chart in _curves(_of(rows, fleet), experiment.window)],
             }
             for fleet in FLEETS
+            if _of(rows, fleet)
         ],
         arms=[
-            {"name": arm.name, "charts": [_drawn(chart) for chart in _pools(found, experiment.window)]}
+            {"name": arm.name, "charts": [_drawn(chart) for chart in _pools(found, experiment, arm.fleet)]}
             for arm, found in rows.items()
         ],
         settings=[
@@ -81,10 +84,16 @@ def render(folder: Folder) -> str:
 
 def _lead(folder: Folder, rows: Rows) -> str:
     made, whole = sum(map(len, rows.values())), folder.experiment.updates
+    states = [(folder.complete(run), folder.diverged(run)) for run, _ in folder.found()]
+    cut, diverged = sum(not complete for complete, _ in states), sum(ended for _, ended in states)
+    open_ = (
+        f" Not complete: {cut}; the curves show those as far as they came, the table leaves them out." if cut else ""
+    )
+    nan = f" Diverged (NaN): {diverged}; their curves end there." if diverged else ""
     std = "divided" if folder.experiment.std else "not divided"
     return (
         f"{made} runs of {len(rows)} arms, {whole} updates each. Every arm starts from the same policy and sees the same prompts; "
-        f"only centering, masking, top-p and the fleet differ. Advantages are {std} by the group's standard deviation."
+        f"only centering, masking, top-p and the fleet differ. Advantages are {std} by the group's standard deviation.{open_}{nan}"
     )
 
 
@@ -117,13 +126,13 @@ def _curves(rows: Rows, window: int) -> list[Chart]:
     ]  # fmt: skip
 
 
-def _pools(found: Sequence[Sequence[UpdateMetrics]], window: int) -> list[Chart]:
+def _pools(found: Sequence[Sequence[UpdateMetrics]], experiment: Experiment, fleet: Fleet) -> list[Chart]:
     """One arm: KL, share out of band and reward of each pool."""
 
     def chart(title: str, note: str, pick: Callable[[TokenStats], float], form: Format, *, log: bool = False) -> Chart:
         series = [
-            _series(name, 1 + place % 7, found, _pool_pick(name, pick), window)
-            for place, name in enumerate(found[0][0].pools)
+            _series(pool.name, 1 + place % 7, found, _pool_pick(pool.name, pick), experiment.window)
+            for place, pool in enumerate(experiment.pools(fleet))
         ]
         return Chart(title, note, series, form, low=None if log else 0.0, log=log)
 
@@ -139,22 +148,28 @@ def _token(pick: Callable[[TokenStats], float]) -> Pick:
 
 
 def _pool_pick(name: str, pick: Callable[[TokenStats], float]) -> Pick:
-    return lambda m: pick(m.pools[name]) if m.pools[name].tokens else math.nan
+    """NaN for an update that the pool fed nothing to."""
+
+    def picked(metrics: UpdateMetrics) -> float:
+        stats = metrics.pools.get(name)
+        return pick(stats) if stats is not None and stats.tokens else math.nan
+
+    return picked
 
 
 def _series(name: str, color: int, found: Sequence[Sequence[UpdateMetrics]], pick: Pick, window: int) -> Series:
-    """The mean over the seeds, each smoothed, with their range as a band; as far as all of them have come."""
-    length = min(map(len, found))
-    step = max(1, length // POINTS)
-    curves = [smooth([pick(row) for row in rows[:length]], window) for rows in found]
-    places = range((length - 1) % step, length, step)
-    values = [[curve[at] for curve in curves] for at in places]
-    band = ([min(each) for each in values], [max(each) for each in values])
+    """The mean over the seeds, each smoothed, with their range as a band; at every update over those that came so far."""
+    longest = max(found, key=len)
+    step = max(1, len(longest) // POINTS)
+    curves = [smooth([pick(row) for row in rows], window) for rows in found]
+    places = range((len(longest) - 1) % step, len(longest), step)
+    values = [[curve[at] for curve in curves if at < len(curve) and not math.isnan(curve[at])] for at in places]
+    band = ([min(each, default=math.nan) for each in values], [max(each, default=math.nan) for each in values])
     return Series(
         name,
         color,
-        [found[0][at].update for at in places],
-        [sum(each) / len(each) for each in values],
+        [longest[at].update for at in places],
+        [mean(each) for each in values],
         band=band if len(found) > 1 else None,
     )
 

@@ -6,10 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from farflung.config.tree import Name, Positive, Section
+from farflung.config.tree import Name, Positive, Rate, Section
 from farflung.core.sampling import KvFormat, WeightFormat
-
-Rate = Annotated[float, Field(gt=0)]
 
 
 class AblationConfig(Section):
@@ -50,7 +48,7 @@ class StartConfig(Section):
     """Examples per step."""
     lr: Rate = 3e-3
     """AdamW learning rate of this first training; it falls to nothing as half a cosine."""
-    slip: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    slip: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.2
     """Share of the examples' symbols that are any symbol, so that the first policy is well trained and yet often wrong."""
     seed: int = 0
     """Fixes the first weights and the examples."""
@@ -59,7 +57,7 @@ class StartConfig(Section):
 class SamplingConfig(Section):
     temperature: Rate = 1.0
     """The same temperature is used by samplers and trainer."""
-    top_p: Annotated[float, Field(gt=0, lt=1)] = 0.97
+    top_p: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.97
     """Mass that the arms with top-p draw from; the trainer replays exactly that set."""
 
 
@@ -78,9 +76,9 @@ class TrainConfig(Section):
     """Updates over which the learning rate rises to lr."""
     betas: tuple[float, float] = (0.9, 0.98)
     """AdamW betas."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """AdamW weight decay."""
-    clip: Rate = 1.0
+    clip: Annotated[float, Field(gt=0)] = 1.0
     """Gradient norm is clipped to this."""
     std: bool = False
     """Divide the group's centred rewards by their standard deviation."""

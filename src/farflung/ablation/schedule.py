@@ -32,7 +32,7 @@ class _Job:
 
     @staticmethod
     def start(folder: Folder, run: Run) -> _Job:
-        folder.rows_file(run).unlink(missing_ok=True)
+        folder.clear(run)
         with folder.log_file(run).open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "farflung.ablation.job", str(folder.path), run.name],
@@ -51,7 +51,12 @@ class _Job:
 
 
 def carry_out(folder: Folder, runs: Sequence[Run], jobs: int, console: Console) -> None:
-    """Make every run that is not complete; one that was cut off begins anew. Raises InfraError if one dies."""
+    """Make every run that is not complete; one that was cut off begins anew.
+
+    When one dies the others go on; at the end InfraError is raised, which tells of those that died.
+    """
+    for stranger in folder.strangers():
+        console.print(f"{stranger} is left out: no run is called so", highlight=False, soft_wrap=True)
     waiting = [run for run in runs if not folder.complete(run)]
     if len(waiting) < len(runs):
         console.print(f"{len(runs) - len(waiting)} of {len(runs)} runs are there already", highlight=False)
@@ -59,6 +64,7 @@ def carry_out(folder: Folder, runs: Sequence[Run], jobs: int, console: Console) 
         return
     folder.experiment.prepare(folder.path, console)
     running: list[_Job] = []
+    failed: list[InfraError] = []
     with _Show(folder, len(runs), len(waiting), console) as show:
         try:
             while waiting or running:
@@ -67,13 +73,21 @@ def carry_out(folder: Folder, runs: Sequence[Run], jobs: int, console: Console) 
                 time.sleep(POLL_SECONDS)
                 show.now(running)
                 for job in [job for job in running if job.process.poll() is not None]:
-                    job.check(folder)
                     running.remove(job)
-                    show.done(job)
+                    try:
+                        job.check(folder)
+                    except InfraError as error:
+                        failed.append(error)
+                        show.failed(job)
+                    else:
+                        show.done(job)
         finally:
             for job in running:
                 job.process.kill()
                 job.process.wait()
+    if failed:
+        others = f"; so did {', '.join(error.where for error in failed[1:])}" if failed[1:] else ""
+        raise InfraError(f"{failed[0].what}{others}", where=failed[0].where, mend=failed[0].mend)
 
 
 class _Show:
@@ -112,16 +126,22 @@ class _Show:
             self._print(", ".join(f"{run.name} {count}/{self._updates}" for run, count in counts.items()))
 
     def done(self, job: _Job) -> None:
+        rows = self._folder.rows(job.run)
+        what = f"diverged after {len(rows)} of {self._updates} updates; " if self._folder.diverged(job.run) else ""
+        if rows:
+            first, last = rows[0].all, rows[-1].all
+            what += f"reward {first.reward:.2f} → {last.reward:.2f}, KL {first.kl:.4f} → {last.kl:.4f}, "
         self._done += 1
+        self._over(job, f"{what}{time.monotonic() - job.began:.0f} s ({self._done} of {self._runs})")
+
+    def failed(self, job: _Job) -> None:
+        self._over(job, "failed; the others go on")
+
+    def _over(self, job: _Job, what: str) -> None:
         self._before += self._updates
         self._progress.remove_task(self._bars.pop(job.run))
-        rows = self._folder.rows(job.run)
-        first, last = rows[0].all, rows[-1].all
         self._told = time.monotonic()
-        self._print(
-            f"{job.run.arm.name} seed {job.run.seed}: reward {first.reward:.2f} → {last.reward:.2f}, "
-            f"KL {first.kl:.4f} → {last.kl:.4f}, {time.monotonic() - job.began:.0f} s ({self._done} of {self._runs})"
-        )
+        self._print(f"{job.run.arm.name} seed {job.run.seed}: {what}")
 
     def _print(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)

@@ -9,7 +9,8 @@ Three signs, each on means over a window of updates:
 
 A run has collapsed at the first update at which two of the three stand. One alone is no collapse: a policy that learns
 becomes surer of itself and moves away from its samplers, and a reward may dip. A run that comes back has collapsed all the same;
-what became of it is in its final reward.
+what became of it is in its final reward. A run that diverged (a loss, gradient or weight is not finite) ended there: it has
+collapsed at the update that it could not make, unless the signs stood before.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ MALFORMED = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """One run. Rewards are shares of right answers; a KL is NaN where no token was measured; steps are None for never.
+    """One run. Rewards are shares of right answers, NaN without an update; a KL is NaN where no token was measured; steps are
+    None for never.
 
     start: over the batches that the first policy sampled; best and final: over a window of updates.
     """
@@ -43,6 +45,7 @@ class Signs:
     reward_step: int | None
     gradient_step: int | None
     collapse_step: int | None
+    diverged_step: int | None = None
 
     @property
     def kl_growth(self) -> float:
@@ -55,12 +58,17 @@ class Signs:
         return self.kl_peak / self.kl_start if self.kl_start else math.nan
 
 
-def read_signs(rows: Sequence[UpdateMetrics], *, fresh: int, window: int) -> Signs:
-    """rows: a run's updates from the first on, at least one; the first policy sampled the first one and the ``fresh`` after.
+def read_signs(rows: Sequence[UpdateMetrics], *, fresh: int, window: int, diverged: bool = False) -> Signs:
+    """rows: a run's updates from the first on, at least one unless it ``diverged`` after them; the first policy sampled the
+    first one and the ``fresh`` after.
 
     The start of KL, gradient and format errors is the window that begins with the last of these: before, batches are
     younger than they will ever be again.
     """
+    diverged_step = len(rows) + 1 if diverged else None
+    if not rows:
+        none = math.nan
+        return Signs(0, none, none, none, none, none, none, None, None, None, diverged_step, diverged_step)
     settled = min(fresh + window - 1, len(rows) - 1)
     start = mean([row.all.reward for row in rows[: fresh + 1]])
     reward = smooth([row.all.reward for row in rows], window)
@@ -90,7 +98,8 @@ def read_signs(rows: Sequence[UpdateMetrics], *, fresh: int, window: int) -> Sig
         kl_step=first(lambda sign: sign[0]),
         reward_step=first(lambda sign: sign[1]),
         gradient_step=first(lambda sign: sign[2]),
-        collapse_step=first(lambda sign: sum(sign) >= 2),
+        collapse_step=first(lambda sign: sum(sign) >= 2) or diverged_step,
+        diverged_step=diverged_step,
     )
 
 

@@ -55,14 +55,15 @@ class Small:
         return self.recipe.mixed if fleet == "mixed" else self.recipe.homogeneous
 
     def prepare(self, folder: Path, console: Console) -> None:
-        """Make the first policy."""
-        path = folder / "start.safetensors"
-        if path.exists():
-            return
+        """Make the first policy, or see that the one there can be read. Raises Corrupt."""
         import torch
 
-        from farflung.ablation.start import make_start, save_start
+        from farflung.ablation.start import load_start, make_start, save_start
 
+        path = folder / "start.safetensors"
+        if path.exists():
+            load_start(self.recipe, path)
+            return
         torch.set_num_threads(1)
         steps = self.recipe.start.updates
         with console.status("the first policy learns") as status:
@@ -79,4 +80,6 @@ class Small:
         from farflung.ablation.trial import run_arm
 
         torch.set_num_threads(1)
-        return run_arm(self.recipe, arm, self.pools(arm.fleet), seed, load_start(folder / "start.safetensors"))
+        return run_arm(
+            self.recipe, arm, self.pools(arm.fleet), seed, load_start(self.recipe, folder / "start.safetensors")
+        )

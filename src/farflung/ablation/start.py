@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from farflung.ablation.model import Decoder, Shape, initial
 from farflung.ablation.recipe import AblationRecipe
 from farflung.ablation.task import Sorting
+from farflung.core.errors import Corrupt
 
 WARMUP = 30
 
@@ -49,5 +51,14 @@ def save_start(weights: dict[str, Tensor], path: Path) -> None:
     temporary.replace(path)
 
 
-def load_start(path: Path) -> dict[str, Tensor]:
-    return {name: tensor[None] for name, tensor in load_file(path).items()}
+def load_start(recipe: AblationRecipe, path: Path) -> dict[str, Tensor]:
+    """The weights that ``make_start`` gave. Raises Corrupt."""
+    mend = "delete it and the folder's runs, and all is made anew"
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise Corrupt(f"the first policy cannot be read: {error}", where=str(path), mend=mend) from None
+    wanted = Shape.of(recipe.model, Sorting.of(recipe.task).vocabulary).tensors
+    if {name: tuple(tensor.shape) for name, tensor in weights.items()} != wanted:
+        raise Corrupt("the first policy's tensors are not those of the recipe's model", where=str(path), mend=mend)
+    return {name: tensor[None] for name, tensor in weights.items()}

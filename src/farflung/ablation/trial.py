@@ -14,6 +14,7 @@ from farflung.ablation.model import Decoder, Shape
 from farflung.ablation.recipe import AblationRecipe, PoolConfig, TrainConfig
 from farflung.ablation.sampler import Batch, sample, served
 from farflung.ablation.task import Sorting
+from farflung.core.errors import Diverged
 from farflung.core.metrics import TokenStats, UpdateMetrics
 from farflung.corrections import Supports, TokenDiagnostics, candidate_loss, group_advantages, make_weight
 
@@ -21,7 +22,10 @@ from farflung.corrections import Supports, TokenDiagnostics, candidate_loss, gro
 def run_arm(
     recipe: AblationRecipe, arm: Arm, pools: Sequence[PoolConfig], seed: int, start: dict[str, Tensor]
 ) -> Iterator[UpdateMetrics]:
-    """The run's updates, one by one. The seed fixes the prompts, which are the same for every arm, and the draws."""
+    """The run's updates, one by one. The seed fixes the prompts, which are the same for every arm, and the draws.
+
+    Raises Diverged after the update that left the policy with weights, or a sampler with logits, that are not finite.
+    """
     task = Sorting.of(recipe.task)
     shape = Shape.of(recipe.model, task.vocabulary)
     names = [pool.name for pool in pools]
@@ -37,8 +41,12 @@ def run_arm(
                 policy, task, pools, prompts, temperature=recipe.sampling.temperature, top_p=top_p, generator=drawn,
                 version=trainer.version,
             )  # fmt: skip
+            if batch.log_q[batch.acted].isnan().any():
+                raise Diverged("logits of a sampler are not finite", where=f"update {trainer.version}")
             waiting.append(batch)
         yield trainer.step(waiting.popleft(), names)
+        if not trainer.finite:
+            raise Diverged("weights are not finite", where=f"update {trainer.version}")
 
 
 class Trainer:
@@ -54,6 +62,11 @@ class Trainer:
         self._weight = make_weight("mis" if arm.mis else "none", recipe.train.band)
         self._centering = arm.sc
         self._optimizer = _optimizer(recipe.train, list(self.weights.values()))
+
+    @property
+    def finite(self) -> bool:
+        """Whether every weight is."""
+        return all(bool(tensor.isfinite().all()) for tensor in self.weights.values())
 
     def step(self, batch: Batch, names: list[str]) -> UpdateMetrics:
         """One update; groups whose rewards are all alike teach nothing, but they are measured."""

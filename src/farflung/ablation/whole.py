@@ -19,7 +19,7 @@ from rich.console import Console
 
 from farflung.ablation.arms import Arm, Fleet
 from farflung.config import PoolConfig, Recipe, load_recipe, override_recipe, recipe_of
-from farflung.core.errors import BadInput, InfraError
+from farflung.core.errors import DIVERGED_CODE, BadInput, Diverged, InfraError
 from farflung.core.metrics import UpdateMetrics
 from farflung.report.data import read_run
 from farflung.run.workspace import Workspace
@@ -111,6 +111,8 @@ class Whole:
             found = read_run(space).updates if (space / "ledger.sqlite").exists() else ()
             yield from found[told:]
             told = len(found)
+            if process.returncode == DIVERGED_CODE:
+                raise Diverged("training diverged", where=str(space))
             if ended and told < self.updates:
                 raise InfraError(f"training ended with {process.returncode}", where=str(space))
             time.sleep(0 if told == self.updates else POLL_SECONDS)

@@ -80,14 +80,17 @@ def run(argv: Sequence[str]) -> int:
     from farflung.ablation.summary import show, summarise, write_summary
 
     console = Console()
-    try:
-        carry_out(folder, runs, jobs, console)
-    except KeyboardInterrupt:
-        raise Stopped("stopped by hand", where=str(path), mend="the same command goes on where it stopped") from None
-    result = summarise(folder)
-    page = draw_page(folder)
-    show(result, console)
-    console.print(f"report: {page}", highlight=False)
-    if args.summary is not None:
-        write_summary(result, args.summary)
+    with folder.locked():
+        try:
+            carry_out(folder, runs, jobs, console)
+        except KeyboardInterrupt:
+            raise Stopped(
+                "stopped by hand", where=str(path), mend="the same command goes on where it stopped"
+            ) from None
+        finally:  # what is there is a result, also when the ablation was stopped or a run failed
+            result = summarise(folder)
+            show(result, console)
+            if args.summary is not None:
+                write_summary(result, args.summary)
+            console.print(f"report: {draw_page(folder)}", highlight=False)
     return 0

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from farflung.core.sampling import KvFormat, WeightFormat
 
 Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Rate
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]  # a file's name, an argument, a header's value
 
 
@@ -33,7 +34,7 @@ class RunConfig(Section):
     """Sample, then train, in turns (for comparison). Otherwise both go on at the same time."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Drop groups whose oldest token is more than this many versions old when the trainer takes them. None: unbounded."""
-    buffer_batches: Annotated[float, Field(ge=1)] = 2.0
+    buffer_batches: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
     """Sampling pauses while this many batches of finished or unfinished groups wait."""
 
 
@@ -92,9 +93,9 @@ class SandboxConfig(Section):
 
 
 class SamplingConfig(Section):
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Rate = 1.0
     """The same temperature is used by samplers and trainer."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 0.97
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.97
     """Mass of the most likely candidates that a token is drawn from; the trainer replays exactly that set."""
     top_k: Positive = 64
     """Bound on the candidates of a token."""
@@ -113,7 +114,7 @@ class PoolConfig(Section):
     """Sessions that one replica serves at a time; pools get sessions in proportion to replicas x capacity."""
     engine: Literal["embedded", "paced"] = "embedded"
     """embedded computes here; paced answers at tokens_per_second as a remote accelerator would (for overlap measurements)."""
-    tokens_per_second: Annotated[float, Field(gt=0)] = 1000.0
+    tokens_per_second: Rate = 1000.0
     """Rate of the paced engine, per session."""
     replay: str | None = None
     """Folder of recorded episodes that the paced engine says again; without it, it says anything."""
@@ -153,13 +154,13 @@ class TrainConfig(Section):
     """Groups (prompts) per update."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Trajectories per prompt."""
-    lr: Annotated[float, Field(gt=0)] = 3e-4
+    lr: Rate = 3e-4
     """AdamW learning rate, constant after warm-up."""
     warmup: Annotated[int, Field(ge=0)] = 0
     """Updates over which the learning rate rises to lr."""
     betas: tuple[float, float] = (0.9, 0.98)
     """AdamW betas."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """AdamW weight decay."""
     clip: Annotated[float, Field(gt=0)] = 1.0
     """Gradient norm is clipped to this."""
@@ -182,7 +183,7 @@ class TrainConfig(Section):
     """Greatest weight that tis gives."""
     clip_range: tuple[float, float] = (0.8, 1.28)
     """Ratios between which ppo and cispo do not clip."""
-    delta: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    delta: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.2
     """Difference of probabilities that dppo allows."""
     centering: bool = True
     """Subtract the expected weighted score under the sampler at every position (score centering)."""

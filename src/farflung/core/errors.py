@@ -28,6 +28,10 @@ class InfraError(FarflungError):
     """Machinery failed (a sandbox, a sampler, a store). Never a reward: it is retried, then dropped and counted."""
 
 
+class Diverged(FarflungError):
+    """A loss, a gradient or a weight is not finite: what was trained is no policy any more, and no retry makes it one."""
+
+
 class Stopped(FarflungError):
     """Somebody stopped it; ``mend`` says how to go on."""
 
@@ -47,5 +51,8 @@ def disk_full(error: BaseException) -> bool:
 
 BAD_INPUT_CODE = 2
 """What a program ends with when its input is wrong, so that whoever started it does not start it again."""
+
+DIVERGED_CODE = 3
+"""What a program that trains ends with when its training diverged."""
 
 DISK_FULL = "the disk is full"

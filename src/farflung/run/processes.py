@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from farflung.core.errors import BAD_INPUT_CODE, BadInput, FarflungError, InfraError
+from farflung.core.errors import BAD_INPUT_CODE, DIVERGED_CODE, BadInput, Diverged, FarflungError, InfraError
 
 CRASHES = 5
 CRASH_WINDOW = 60.0
@@ -147,7 +147,8 @@ class Processes:
             child.program.on_death()
             if len(child.crashes) >= CRASHES:
                 tail = self.log_tail(name)
-                self.failed = InfraError(
+                kind = Diverged if code == DIVERGED_CODE else InfraError
+                self.failed = kind(
                     f"{name} died {CRASHES} times within {now - child.crashes[0]:.0f} s; its last words:\n{tail}",
                     mend=f"see {self._logs / name}.log",
                 )

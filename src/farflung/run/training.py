@@ -18,7 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from farflung.config import Recipe
-from farflung.core.errors import BAD_INPUT_CODE, DISK_FULL, BadInput, Corrupt, FarflungError, InfraError, disk_full
+from farflung.core.errors import (
+    BAD_INPUT_CODE,
+    DISK_FULL,
+    DIVERGED_CODE,
+    BadInput,
+    Corrupt,
+    Diverged,
+    FarflungError,
+    InfraError,
+    disk_full,
+)
 from farflung.core.metrics import UpdateMetrics
 from farflung.fleet import process, wire
 from farflung.run.client import RunClient, RunOver
@@ -145,4 +155,4 @@ if __name__ == "__main__":
         main()
     except FarflungError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(BAD_INPUT_CODE if isinstance(error, BadInput) else 1)
+        sys.exit(BAD_INPUT_CODE if isinstance(error, BadInput) else DIVERGED_CODE if isinstance(error, Diverged) else 1)

@@ -88,12 +88,20 @@ class Workspace:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Held while a coordinator runs; the kernel lets go when it dies."""
-        with (self.path / "lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise BadInput("this run is going on in another process", where=str(self.path)) from None
+        with locked(self.path, "this run is going on in another process"):
             yield
+
+
+@contextlib.contextmanager
+def locked(folder: Path, said: str, mend: str = "") -> Iterator[None]:
+    """Hold the folder's lock file, which the kernel lets go of when this process dies. Raises BadInput with what is ``said``
+    if another process holds it."""
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(said, where=str(folder), mend=mend) from None
+        yield
 
 
 def _anchored(recipe: Recipe) -> Recipe:

@@ -1,5 +1,6 @@
 """The trainer: a Hugging Face causal LM, packed sequences, the corrected update, checkpoints."""
 
-from farflung.trainer.step import Diverged, Trainer
+from farflung.core.errors import Diverged
+from farflung.trainer.step import Trainer
 
 __all__ = ["Diverged", "Trainer"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from farflung.config import TrainConfig
 from farflung.core.episode import Episode
-from farflung.core.errors import BadInput, FarflungError
+from farflung.core.errors import BadInput, Diverged
 from farflung.core.metrics import UpdateMetrics
 from farflung.corrections import Guards, TokenDiagnostics, candidate_loss, make_weight, vocabulary_loss
 from farflung.trainer.batch import Batch, Targets, name
@@ -28,10 +28,6 @@ log = logging.getLogger(__name__)
 
 PROBES = 16
 """Tokens of a pack at which the whole vocabulary is looked at, for its entropy and for p's mass on the candidates."""
-
-
-class Diverged(FarflungError):
-    """A loss or gradient is not finite. Nothing was changed: weights and optimiser are those before the step."""
 
 
 class Trainer:
