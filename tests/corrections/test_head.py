@@ -312,6 +312,30 @@ def test_logits_of_a_chunk_are_all_there_is(kind: torch.dtype, monkeypatch: pyte
     assert made.largest == 3 * size
 
 
+@pytest.mark.parametrize("kind", ["top_p", "top_k"])
+@pytest.mark.parametrize("narrow", ["bias", "hidden", "head"])
+def test_thousands_of_rows_add_up_in_bfloat16(kind: Kind, narrow: str) -> None:
+    """4,000 rows of the same two candidates: what is narrow is rounded once and never added up in its own type."""
+    count = 4000
+    parts = {"hidden": torch.ones(count, 2), "head": torch.zeros(3, 2), "bias": torch.zeros(3)}
+    supports = Supports(
+        torch.arange(2).repeat(count), torch.full((2 * count,), 0.5).log(), torch.arange(count + 1) * 2, kind
+    )
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        given = {n: t.to(dtype if n == narrow else torch.float32).requires_grad_() for n, t in parts.items()}
+        sampled, ones = torch.zeros(count, dtype=torch.int64), torch.ones(count)
+        how = {"weight": Plain(), "centering": False, "denominator": count}
+        if kind == "top_p":
+            total, _ = candidate_loss(*given.values(), supports, sampled, ones, **how)  # type: ignore[arg-type]
+        else:
+            total, _ = vocabulary_loss(*given.values(), sampled, -ones, ones, supports=supports, **how)  # type: ignore[arg-type]
+        found.append(torch.autograd.grad(total, list(given.values())))
+    assert found[0][2][0] == pytest.approx(-0.5 if kind == "top_p" else -2 / 3, rel=1e-4)
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-6)
+
+
 @contextmanager
 def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)

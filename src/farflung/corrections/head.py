@@ -73,7 +73,8 @@ def candidate_logits(
         hidden, weight, supports.ids, supports.offsets, in_place and takes_rows(weight)
     )
     if bias is not None:
-        logits = logits + bias.index_select(0, supports.ids).to(logits.dtype)
+        # Widened first: the backward pass adds up in the type of what is indexed, and thousands of rows share a token.
+        logits = logits + bias.to(logits.dtype).index_select(0, supports.ids)
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
