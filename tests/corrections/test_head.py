@@ -15,17 +15,16 @@ from torch.nn.functional import embedding
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from farflung.core.errors import BadInput
 from farflung.corrections import (
     Masked,
     Plain,
     Supports,
-    candidate_logits,
     candidate_loss,
     rows,
     vocabulary,
     vocabulary_loss,
 )
+from farflung.corrections.head import candidate_logits
 from farflung.corrections.supports import Kind
 
 ROWS, WIDTH, VOCABULARY = 7, 5, 11
@@ -91,14 +90,6 @@ def test_a_weight_that_does_not_lie_in_rows() -> None:
     supports, hidden, weight = draw(0), torch.randn(ROWS, WIDTH), torch.randn(WIDTH, VOCABULARY)
     got = candidate_logits(hidden, weight.T, None, supports)
     torch.testing.assert_close(got, candidate_logits(hidden, weight.T.contiguous(), None, supports))
-
-
-def test_candidates_outside_the_vocabulary_are_refused() -> None:
-    hidden, weight = torch.randn(1, WIDTH), torch.randn(VOCABULARY, WIDTH)
-    for ids in ([0, VOCABULARY], [-1, 2]):
-        supports = Supports(torch.tensor(ids), torch.zeros(2), torch.tensor([0, 2]))
-        with pytest.raises(BadInput, match="do not fit a vocabulary of 11"):
-            candidate_logits(hidden, weight, None, supports)
 
 
 @pytest.mark.parametrize("count", [0, 3])
