@@ -46,7 +46,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from farflung.corrections import Masked, Supports, candidate_logits, candidate_loss
+from farflung.corrections import Masked, Supports, candidate_loss
+from farflung.corrections.rows import dots
 
 VOCABULARY, WIDTH = 151_936, 1024
 SINGLETONS = 0.47
@@ -98,9 +99,8 @@ def make_problem(vocabulary: int, width: int, rows: int, mean: float, head: Tens
     hidden = torch.randn(rows, width).requires_grad_()
     if head is None:
         head = torch.empty(vocabulary, width).normal_(std=0.05).requires_grad_()
-    drawn = Supports(ids, torch.zeros(len(ids)), offsets)
     with torch.no_grad():
-        logits = candidate_logits(hidden, head, None, drawn) + 0.5 * torch.randn(len(ids))
+        logits = dots(hidden, head, ids, offsets) + 0.5 * torch.randn(len(ids))
     log_q = torch.cat([part.log_softmax(-1) for part in logits.split(sizes.tolist())])
     sampled = ids[offsets[:-1] + torch.from_numpy(rng.integers(0, sizes))]
     return Problem(

@@ -80,7 +80,8 @@ class CentredGRPOTrainer(GRPOTrainer):
         )
         lengths = torch.tensor([len(supports) for supports in inputs["supports"]], device=completion.device)
         tokens = torch.arange(completion.shape[1], device=completion.device) < lengths[:, None]
-        head = self.accelerator.unwrap_model(model).get_output_embeddings()
+        policy = self.accelerator.unwrap_model(model)
+        head = policy.get_output_embeddings()
         loss, found = candidate_loss(
             outputs.hidden_states[-1][:, -completion.shape[1] - 1 : -1][tokens],
             head.weight,
@@ -89,6 +90,7 @@ class CentredGRPOTrainer(GRPOTrainer):
             completion[tokens],
             (inputs["advantages"][:, None] * mask)[tokens],
             weight=self.weight,
+            softcap=getattr(policy.config, "final_logit_softcapping", None),
             temperature=self.temperature,
             denominator=self._denominator(inputs),
         )

@@ -30,6 +30,9 @@ def check(width: int, left_kind: torch.dtype, right_kind: torch.dtype) -> None:
     got, want = right.clone(), right.clone()
     triton_rows.add_bags(got, places, left, ids % len(left), offsets, scale)
     rows.add_bags(want, places, left, ids % len(left), offsets, scale)
+    turned = torch.empty(width, 23, dtype=right_kind).t().copy_(right)
+    triton_rows.add_bags(turned, places, left, ids % len(left), offsets, scale)
+    assert torch.equal(turned, got)
     narrow = right_kind == torch.bfloat16
     torch.testing.assert_close(got, want, **({"rtol": 2e-2, "atol": 2e-2} if narrow else close))
     untouched = torch.ones(23, dtype=torch.bool)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,11 +39,31 @@ def test_advantages_by_hand() -> None:
     assert group_advantages([]) == []
 
 
+@pytest.mark.parametrize("std", [False, True])
+def test_rounding_is_no_advantage(std: bool) -> None:
+    assert group_advantages([0.1 + 0.2, 0.3, 0.3, 0.3], std=std) == [0.0] * 4
+    assert group_advantages([-1e6, -1e6 - 1e-9], std=std) == [0.0] * 2
+    assert any(group_advantages([1e-12, 2e-12, 1e-12], std=std))
+
+
+def test_rewards_of_any_sequence_and_none_that_is_not_finite() -> None:
+    assert group_advantages(torch.tensor([0.0, 1.0])) == [-0.5, 0.5]  # type: ignore[arg-type]
+    for bad in (math.nan, math.inf, -math.inf, 1e301):
+        with pytest.raises(BadInput, match=f"reward 1 is {bad}; rewards must be finite".replace("+", r"\+")):
+            group_advantages([0.0, bad, 1.0])
+    with pytest.raises(BadInput, match="rewards must be a sequence of numbers"):
+        group_advantages(torch.zeros(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="unknown baseline 'other'"):
+        group_advantages([0.0, 1.0], baseline="other")  # type: ignore[arg-type]
+
+
 @given(st.lists(st.floats(-1, 1), min_size=2, max_size=9))
 def test_leave_one_out_is_the_reward_minus_the_others_mean(rewards: list[float]) -> None:
     others = [(sum(rewards) - r) / (len(rewards) - 1) for r in rewards]
     expected = [r - o for r, o in zip(rewards, others, strict=True)]
-    assert group_advantages(rewards, baseline="others") == pytest.approx(expected, abs=1e-12)
+    assert group_advantages(rewards, baseline="others") == pytest.approx(
+        expected, abs=2e-9
+    )  # equal but for rounding is equal
 
 
 def test_denominators_by_hand() -> None:
@@ -60,3 +82,15 @@ def test_a_batch_without_tokens_is_refused() -> None:
         denominators([])
     with pytest.raises(BadInput, match="fixed_length is None"):
         denominators([3], "fixed")
+    with pytest.raises(BadInput, match=r"fixed_length is 2\.5"):
+        denominators([3], "fixed", fixed_length=2.5)  # type: ignore[arg-type]
+
+
+def test_lengths_are_counts() -> None:
+    assert denominators(torch.tensor([1, 3])) == [4, 4]  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="a sequence has -1 sampled tokens"):
+        denominators([-1, 5])
+    with pytest.raises(BadInput, match="lengths of sequences must be whole numbers"):
+        denominators([1.5, 5])  # type: ignore[list-item]
+    with pytest.raises(BadInput, match="unknown aggregation 'mean'"):
+        denominators([1, 2], "mean")  # type: ignore[arg-type]

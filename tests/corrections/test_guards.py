@@ -47,7 +47,26 @@ def test_masks() -> None:
     assert factors(Guards(gspo=(0.5, 0.5), max_staleness=2)) == pytest.approx([math.exp(0.02), 0, 1])
 
 
+def test_tokens_without_advantage_are_no_part_of_a_sequence() -> None:
+    """They are never computed, so their log-ratio is not known; wherever they stand, the factor is that of the others."""
+    guards = Guards(opsm=0.2, geometric=(0.5, 1.2))
+    for advantages in ([-1.0, -1, 0, 0], [0.0, 0, -1, -1], [0.0, -1, -1, 0], [-0.5, 0, 0, 0]):
+        taught = torch.tensor(advantages)
+        log_ratio = torch.where(taught != 0, -0.3, 0.0)
+        assert not guards.factors(log_ratio, torch.zeros(4).long(), taught, None).any()
+        assert Guards(opsm=0.4).factors(log_ratio, torch.zeros(4).long(), taught, None).all()
+    silent = Guards(gspo=(0.1, 0.1)).factors(torch.zeros(2), torch.tensor([0, 0]), torch.zeros(2), None)
+    assert silent.tolist() == [1, 1]
+
+
 def test_bad_input() -> None:
+    with pytest.raises(BadInput, match="sequence 1 has advantages -1 and 1; a guard needs one sign"):
+        Guards(opsm=0.1).factors(LOG_RATIO, SEQUENCES, torch.tensor([1.0, 1, 1, -1, 1]), None)
+    for opsm in (math.nan, -0.1):
+        with pytest.raises(BadInput, match=f"opsm is {opsm}; it must be at least 0"):
+            Guards(opsm=opsm)
+    with pytest.raises(BadInput, match="max_staleness is -1; it must be at least 0"):
+        Guards(max_staleness=-1)
     with pytest.raises(BadInput, match=r"geometric is \[1.01, 0.99\]; it needs 0 <= low < high"):
         Guards(geometric=(1.01, 0.99))
     with pytest.raises(BadInput, match="gspo is"):

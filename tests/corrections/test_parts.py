@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farflung.corrections import Supports, candidate_logits
+from farflung.corrections import Supports
+from farflung.corrections.head import candidate_logits
 
 
 @settings(deadline=None, max_examples=40)

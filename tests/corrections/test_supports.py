@@ -40,8 +40,10 @@ def test_rows_and_where_the_sampled_tokens_stand() -> None:
     assert chosen.kind == "top_k"
     assert len(GOOD.select(torch.tensor([], dtype=torch.int64))) == 0
     assert Supports.blank(3, torch.device("cpu")).sizes.tolist() == [0, 0, 0]
-    with pytest.raises(BadInput, match="row 1's sampled token 2 is 0 times"):
+    with pytest.raises(BadInput, match="row 1's sampled token 2 is not among its candidates"):
         GOOD.find(torch.tensor([2, 2, 9]))
+    with pytest.raises(BadInput, match="row 0 names candidate 2 twice"):
+        dataclasses.replace(GOOD, ids=torch.tensor([2, 2, 7, 2, 9])).find(SAMPLED)
 
 
 @settings(deadline=None, max_examples=60)
@@ -119,5 +121,8 @@ def test_wrong_shapes_types_and_devices_are_refused(parts: dict[str, object], wh
 
 def test_what_the_sampler_says_it_used_must_be_what_was_asked() -> None:
     check_echo(temperature=(1.0, 1.0), top_p=(0.97, 0.97))
+    check_echo(top_p=(0.97, float(torch.tensor(0.97))))  # as float32 rounds it
+    with pytest.raises(BadInput, match=r"temperature 1.0 was asked for, the sampler does not say what was used"):
+        check_echo(temperature=(1.0, None))
     with pytest.raises(BadInput, match=r"top_p 0.97 was asked for, 1.0 was used"):
         check_echo(temperature=(1.0, 1.0), top_p=(0.97, 1.0))

@@ -9,13 +9,11 @@ whose second term is the expectation of the first under q, so a constant advanta
 
 from farflung.corrections.advantages import group_advantages
 from farflung.corrections.aggregation import denominators
-from farflung.corrections.centering import Coefficients, coefficients, logit_gradient
+from farflung.corrections.centering import Coefficients, coefficients
 from farflung.corrections.diagnostics import BAND, TIGHT_BAND, TokenDiagnostics
 from farflung.corrections.guards import Guards
-from farflung.corrections.head import candidate_logits
 from farflung.corrections.loss import candidate_loss, centred_loss, vocabulary_loss
 from farflung.corrections.supports import Supports, check_echo, check_sampled
-from farflung.corrections.vocabulary import vocabulary_log_probs
 from farflung.corrections.weights import (
     WEIGHTS,
     Clipped,
@@ -41,7 +39,6 @@ __all__ = [
     "Supports",
     "TokenDiagnostics",
     "Weight",
-    "candidate_logits",
     "candidate_loss",
     "centred_loss",
     "check_echo",
@@ -49,8 +46,6 @@ __all__ = [
     "coefficients",
     "denominators",
     "group_advantages",
-    "logit_gradient",
     "make_weight",
-    "vocabulary_log_probs",
     "vocabulary_loss",
 ]

@@ -92,18 +92,3 @@ def coefficients(
     alpha = mass_rare / log_p_rare.exp()
     residual = mass - alpha[rows] * p
     return Coefficients(sampled, residual, supports.sum(residual), log_rho, head_q, head_p)
-
-
-def logit_gradient(
-    log_p: Tensor, sampled: Tensor, supports: Supports, on_sampled: Tensor, on_candidates: Tensor
-) -> Tensor:
-    """Gradient [rows, V] in the logits of ``sum_t on_sampled_t log p(a_t) + sum_k on_candidates_k log p(b_k)``.
-
-    log_p [rows, V] over the vocabulary; sampled [rows] int64; on_sampled [rows], on_candidates [n] for the candidates of
-    ``supports``. A loss sum_t -g_t (w_a log p_a - sum_b c_b log p_b) has on_sampled = -g w and on_candidates = g c, which
-    is the closed form above: one softmax whose rows are scaled by -g (w - C), and as many additions as there are candidates.
-    """
-    gradient = log_p.exp().mul_(-(on_sampled + supports.sum(on_candidates))[:, None])
-    gradient[torch.arange(len(sampled), device=sampled.device), sampled] += on_sampled
-    gradient[supports.rows, supports.ids] += on_candidates  # no row names a candidate twice
-    return gradient

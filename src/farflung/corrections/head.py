@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from farflung.core.errors import BadInput
 from farflung.corrections.rows import add_bags, bags, dots
 from farflung.corrections.supports import Supports
 
@@ -57,23 +56,15 @@ def candidate_logits(
     """z = <hidden_t, weight_b> + bias_b for every candidate b of every row t: [n], float32 or wider.
 
     hidden [N, d] and weight [V, d] of any float types, bias [V]; supports has N rows, of which some may be empty: their
-    hidden states are never read. With ``softcap`` c the logits are c tanh(z / c) (Gemma 2 report, section 2). Raises
-    BadInput on a CPU for ids outside the vocabulary; a GPU is not asked, since the answer would have to be waited for.
-
-    Gradients reach hidden, weight and bias. ``in_place`` is for ``Tensor.backward``: the weight's gradient is added to
-    ``weight.grad`` row by row (which is made if it is None) and is not seen by ``torch.autograd.grad`` or by
-    DistributedDataParallel. It adds up with all that reaches the same parameter by other ways: further packs, other calls,
-    a tied embedding. Parameters with hooks, and tensors that were computed from others, get an ordinary gradient.
+    hidden states are never read. Supports are trusted: those who call this check them first. ``softcap`` and ``in_place``
+    are as in ``candidate_loss``.
     """
-    if supports.ids.device.type == "cpu" and len(supports.ids):
-        low, high = map(int, supports.ids.aminmax())
-        if low < 0 or high >= len(weight):
-            raise BadInput(f"candidates {low}..{high} do not fit a vocabulary of {len(weight)}", where="supports")
     logits: Tensor = _CandidateProducts.apply(  # type: ignore[no-untyped-call]
         hidden, weight, supports.ids, supports.offsets, in_place and takes_rows(weight)
     )
     if bias is not None:
-        logits = logits + bias.index_select(0, supports.ids).to(logits.dtype)
+        # Widened first: the backward pass adds up in the type of what is indexed, and thousands of rows share a token.
+        logits = logits + bias.to(logits.dtype).index_select(0, supports.ids)
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 

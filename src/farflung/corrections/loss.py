@@ -12,11 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farflung.core.errors import BadInput
 from farflung.corrections.centering import Coefficients, coefficients
+from farflung.corrections.checks import (
+    PRECISE,
+    REAL,
+    check_count,
+    check_guards,
+    check_model,
+    check_rows,
+    check_supports,
+    check_tensor,
+    check_update,
+)
 from farflung.corrections.diagnostics import TokenDiagnostics, probe
 from farflung.corrections.guards import Guards
 from farflung.corrections.head import candidate_logits
+from farflung.corrections.rows import wide
 from farflung.corrections.supports import Supports, check_sampled
 from farflung.corrections.vocabulary import vocabulary_log_probs
 from farflung.corrections.weights import Weight
@@ -52,7 +63,7 @@ class _SupportLoss(torch.autograd.Function):
 def centred_loss(
     logits: Tensor,
     supports: Supports,
-    slots: Tensor,
+    sampled: Tensor,
     advantages: Tensor,
     *,
     weight: Weight,
@@ -62,15 +73,24 @@ def centred_loss(
 ) -> tuple[Tensor, Tensor, Coefficients]:
     """Loss [] of candidate logits [n] ("top_p"), with log p [n] over each support and the coefficients, both detached.
 
-    slots [rows]: the entry of each row's sampled token (``Supports.find``); advantages [rows]; logits before temperature;
-    denominator: one number, or one for each row.
+    logits: of every entry of ``supports``, before temperature, of any float type; sampled [rows] int; advantages [rows];
+    denominator: one number, or one for each row. Computed in float32 or wider; logits that are NaN make the loss NaN.
+    Raises BadInput.
     """
-    _check_numbers(temperature, denominator)
+    check_tensor("logits", logits, (None,), REAL)
+    check_supports(logits, supports, "top_p")
+    check_tensor("logits", logits, (len(supports.ids),), REAL)
+    check_rows(logits, len(supports), sampled, advantages)
+    check_update(logits, len(supports), weight, temperature, denominator)
+    supports.check(sampled)
+    slots = supports.find(sampled)
+    logits = logits.to(wide(logits))
     log_p = supports.log_softmax(logits.detach() / temperature)
     found = coefficients(log_p, log_p[slots], supports, supports.logprobs[slots], advantages, weight)
     if not centering:
         found = found.uncentred()
-    return _support_loss(logits, log_p, supports, slots, found, advantages / denominator, temperature), log_p, found
+    scale = advantages.to(log_p.dtype) / denominator
+    return _support_loss(logits, log_p, supports, slots, found, scale, temperature), log_p, found
 
 
 def candidate_loss(
@@ -96,12 +116,21 @@ def candidate_loss(
 
     hidden [N, d] predicts sampled [N] int; head [V, d] and bias [V] are the LM head; supports has N rows; advantages [N];
     denominator: one number, or [N]. Rows with one candidate or no advantage have no gradient and are never computed.
-    guards need sequences [N] int64 and, for ``max_staleness``, staleness [N]. At about ``probes`` evenly spaced tokens the
-    whole vocabulary is looked at too (TokenDiagnostics.vocabulary_entropy, head_p). ``softcap`` and ``in_place`` are as for
-    ``candidate_logits``. Raises BadInput.
+    guards need whole sequences in one call, sequences [N] int that numbers them from 0 and, for ``max_staleness``,
+    staleness [N] int. At about ``probes`` evenly spaced tokens the
+    whole vocabulary is looked at too (TokenDiagnostics.vocabulary_entropy, head_p). With ``softcap`` c the logits z are
+    c tanh(z / c). Hidden states and heads that are NaN where they are computed make the loss NaN. Raises BadInput.
+
+    ``in_place`` is for ``Tensor.backward``: the head's gradient is added to ``head.grad`` row by row (which is made if it
+    is None) and is not seen by ``torch.autograd.grad`` or by DistributedDataParallel. It adds up with all that reaches the
+    same parameter by other ways: further packs, other calls, a tied embedding. Parameters with hooks, and tensors that were
+    computed from others, get an ordinary gradient.
     """
-    _check_numbers(temperature, denominator)
-    _check_rows(hidden, sampled, advantages, supports, "top_p")
+    check_model(hidden, head, bias, softcap)
+    check_supports(hidden, supports, "top_p")
+    check_rows(hidden, len(hidden), sampled, advantages)
+    check_update(hidden, len(hidden), weight, temperature, denominator)
+    check_count("probes", probes)
     sampled = sampled.to(torch.int64)
     supports.check(sampled, len(head))
     measured = advantages != 0
@@ -158,13 +187,16 @@ def vocabulary_loss(
     Everything else is as in ``candidate_loss``. Logits exist for a chunk of rows at a time and are computed again in the
     backward pass.
     """
-    _check_numbers(temperature, denominator)
-    _check_rows(hidden, sampled, advantages, supports, "top_k")
+    check_model(hidden, head, bias, softcap)
+    check_rows(hidden, len(hidden), sampled, advantages)
+    check_update(hidden, len(hidden), weight, temperature, denominator)
+    check_tensor("logprobs", logprobs, (len(hidden),), PRECISE, hidden)
     check_sampled(sampled, logprobs, len(head))
     sampled = sampled.to(torch.int64)
     if supports is None:
         supports = Supports.blank(len(sampled), hidden.device)
     else:
+        check_supports(hidden, supports, "top_k")
         supports.check(sampled, len(head))
     measured = advantages != 0
     live = torch.nonzero(measured).squeeze(1)
@@ -183,16 +215,6 @@ def vocabulary_loss(
     return -(scale * found.objective(log_p, log_p_sampled, chosen)).sum(), diagnostics
 
 
-def _check_numbers(temperature: float, denominator: float | Tensor) -> None:
-    """Raises BadInput unless both are above 0: T = 0 has no log-probabilities, and a batch needs action tokens."""
-    if not temperature > 0:
-        raise BadInput(f"temperature is {temperature}; it must be above 0", where="loss")
-    if isinstance(denominator, Tensor):
-        denominator = float(denominator.min()) if denominator.numel() else 0.0
-    if not denominator > 0:
-        raise BadInput(f"the denominator is {denominator:g}; a batch needs action tokens", where="loss")
-
-
 def _support_loss(*args: Any) -> Tensor:
     loss: Tensor = _SupportLoss.apply(*args)  # type: ignore[no-untyped-call]
     return loss
@@ -208,8 +230,7 @@ def _scale(
 ) -> Tensor:
     """What each row's objective is multiplied with, [N]; the guards' factors go into the diagnostics."""
     if guards:
-        if sequences is None or sequences.shape != advantages.shape:
-            raise BadInput("guards need the sequence of every token", where="loss")
+        sequences, staleness = check_guards(advantages, len(advantages), guards, sequences, staleness)
         diagnostics.factor.copy_(guards.factors(diagnostics.log_ratio, sequences, advantages, staleness))
     return advantages * diagnostics.factor / denominator
 
@@ -217,18 +238,3 @@ def _scale(
 def _weight_of_one(weight: Weight, advantages: Tensor) -> Tensor:
     zero = torch.zeros_like(advantages)
     return weight(zero, zero, advantages)[0]
-
-
-def _check_rows(hidden: Tensor, sampled: Tensor, advantages: Tensor, supports: Supports | None, kind: str) -> None:
-    if supports is not None and supports.kind != kind:
-        raise BadInput(f"supports are of kind {supports.kind}; this loss takes {kind}", where="loss")
-    if sampled.dtype not in (torch.int32, torch.int64):
-        raise BadInput(f"sampled tokens are {sampled.dtype}, not torch.int32 or torch.int64", where="loss")
-    parts = {"sampled": sampled, "advantages": advantages} | ({} if supports is None else {"supports": supports.ids})
-    for name, tensor in parts.items():
-        if tensor.device != hidden.device:
-            raise BadInput(f"hidden states are on {hidden.device}, {name} on {tensor.device}", where="loss")
-    if not len(hidden) == len(sampled) == len(advantages):
-        raise BadInput(
-            f"{len(hidden)} hidden states, {len(sampled)} sampled tokens, {len(advantages)} advantages", where="loss"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +16,9 @@ Kind = Literal["top_p", "top_k"]
 
 SUM_TOLERANCE = 1e-3
 """How far the recorded probabilities of a row may be from what their kind says."""
+
+LARGEST_VOCABULARY = 1 << 31
+"""Where the vocabulary is not known, ids need only be those of some: so many still have one key for each row and id."""
 
 _WHERE = "supports"
 
@@ -101,19 +105,16 @@ class Supports:
         return Supports(self.ids[entries], self.logprobs[entries], offsets, self.kind)
 
     def find(self, sampled: Tensor) -> Tensor:
-        """Where each row's sampled token stands among the entries, [rows] int64. Raises BadInput if one is missing."""
+        """Where each row's sampled token stands among the entries, [rows] int64. Raises BadInput unless it does, once."""
         entries = torch.nonzero(self.ids == torch.repeat_interleave(sampled, self.sizes)).squeeze(1)
         found = self.rows[entries]
         if len(found) != len(self) or not torch.equal(found, torch.arange(len(self), device=found.device)):
-            seen = torch.bincount(found, minlength=len(self))
-            row = int(torch.nonzero(seen != 1)[0])
-            raise BadInput(
-                f"row {row}'s sampled token {int(sampled[row])} is {int(seen[row])} times among its candidates",
-                where=_WHERE,
-            )
+            times = torch.bincount(found, minlength=len(self))
+            _refuse(times == 0, lambda t: f"row {t}'s sampled token {int(sampled[t])} is not among its candidates")
+            _refuse(times > 1, lambda t: f"row {t} names candidate {int(sampled[t])} twice")
         return entries
 
-    def check(self, sampled: Tensor, vocabulary: int) -> None:
+    def check(self, sampled: Tensor, vocabulary: int = LARGEST_VOCABULARY) -> None:
         """Fail closed, with the first row and value that is wrong, unless the rows are what their kind says.
 
         sampled [rows] int: what was drawn; vocabulary: the number of token ids. Raises BadInput for: another number of
@@ -134,22 +135,17 @@ class Supports:
             (ids < 0) | (ids >= vocabulary),
             lambda k: f"row {rows[k]}'s candidate {ids[k]} is outside the vocabulary of {vocabulary}",
         )
-        if self.kind == "top_p":
-            drawn = ids == sampled[rows]
-            _refuse(
-                drawn & (log_q == -torch.inf), lambda k: f"row {rows[k]}'s sampled token {ids[k]} has probability 0"
-            )
-        _refuse(
-            ~torch.isfinite(log_q),
-            lambda k: f"row {rows[k]}'s candidate {ids[k]} has log-probability {float(log_q[k])}",
-        )
-        if self.kind == "top_p":
-            held = drawn.new_zeros(len(self)).index_put_((rows[drawn],), drawn.new_ones(()))
-            _refuse(~held, lambda t: f"row {t}'s sampled token {int(sampled[t])} is not among its candidates")
         keys = (rows * vocabulary + ids).sort().values
         _refuse(
             keys[1:] == keys[:-1],
             lambda k: f"row {keys[k] // vocabulary} names candidate {keys[k] % vocabulary} twice",
+        )
+        if self.kind == "top_p":
+            drawn = log_q[self.find(sampled)]
+            _refuse(drawn == -torch.inf, lambda t: f"row {t}'s sampled token {int(sampled[t])} has probability 0")
+        _refuse(
+            ~torch.isfinite(log_q),
+            lambda k: f"row {rows[k]}'s candidate {ids[k]} has log-probability {float(log_q[k])}",
         )
         totals = self.sum(log_q.exp())
         excess = totals - 1
@@ -174,14 +170,15 @@ def check_sampled(sampled: Tensor, logprobs: Tensor, vocabulary: int) -> None:
     )
 
 
-def check_echo(**values: tuple[float, float]) -> None:
-    """For each name (temperature, top_p, ...) what was asked for and what the sampler says it used.
+def check_echo(**values: tuple[float, float | None]) -> None:
+    """For each name (temperature, top_p, ...) what was asked for and what the sampler says it used (None: nothing).
 
-    Raises BadInput where they differ: log-probabilities of another distribution are of no use.
+    Raises BadInput where they differ by more than float32 rounds: log-probabilities of another distribution are of no use.
     """
     for name, (asked, used) in values.items():
-        if asked != used:
-            raise BadInput(f"{name} {asked} was asked for, {used} was used", where="sampler")
+        if used is None or not math.isclose(asked, used, rel_tol=1e-6):
+            said = "the sampler does not say what" if used is None else used
+            raise BadInput(f"{name} {asked} was asked for, {said} was used", where="sampler")
 
 
 def _refuse(wrong: Tensor, what: Callable[[int], str]) -> None:

@@ -39,7 +39,7 @@ def _dots(left, right, owner, ids, out, width, left_stride, right_stride, BLOCK:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bags(  # type: ignore[no-untyped-def]
-    table, entries, offsets, scale, out, places, width, stride, out_stride,
+    table, entries, offsets, scale, out, places, width, stride, out_stride, out_step,
     ADD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     bag = tl.program_id(0)
@@ -59,7 +59,7 @@ def _bags(  # type: ignore[no-untyped-def]
     place = bag.to(tl.int64)
     if ADD:
         place = tl.load(places + bag)
-    where = out + place * out_stride + columns
+    where = out + place * out_stride + columns.to(tl.int64) * out_step
     if ADD:
         total += tl.load(where, mask=inside, other=0).to(kind)
     tl.store(where, total.to(out.dtype.element_ty), mask=inside)
@@ -94,7 +94,7 @@ def _launch(table: Tensor, entries: Tensor, offsets: Tensor, scale: Tensor, out:
     if count and width:
         _bags[(count, triton.cdiv(width, BAG_BLOCK))](
             table, entries, offsets, scale.contiguous(), out, offsets if places is None else places,
-            width, table.stride(0), out.stride(0), ADD=places is not None, BLOCK=BAG_BLOCK, ROWS=BAG_ROWS,
+            width, table.stride(0), out.stride(0), out.stride(1), ADD=places is not None, BLOCK=BAG_BLOCK, ROWS=BAG_ROWS,
         )  # fmt: skip
 
 

@@ -129,7 +129,8 @@ def vocabulary_log_probs(
     hidden [rows, d] and weight [V, d] of any float types, bias [V], sampled [rows] int64; supports has as many rows, any of
     them empty. Everything is computed in float32 or wider, also under autocast. Logits z become c tanh(z / c) with
     ``softcap`` c and are then divided by ``temperature``. Gradients reach hidden, weight and bias through the first two
-    results; the entropy has none. ``in_place`` is as for ``candidate_logits``. Memory: two tensors of CHUNK logits.
+    results; the entropy has none. ``in_place`` is as in ``candidate_loss``. Memory: two tensors of CHUNK logits. All ids are
+    trusted: those who call this check them first.
     """
     task = _Task(
         sampled, supports.ids, supports.offsets, temperature, softcap, in_place and takes_rows(weight)
