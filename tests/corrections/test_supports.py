@@ -103,6 +103,8 @@ def test_a_head_may_leave_a_tail_but_not_exceed_one() -> None:
 @pytest.mark.parametrize(
     ("parts", "what"),
     [
+        ({"ids": [1, 2, 3, 4, 5]}, "ids is a list, not a tensor"),
+        ({"offsets": torch.arange(4).numpy()}, "offsets is a ndarray, not a tensor"),
         ({"ids": torch.arange(4)}, r"ids \(4,\), log-probs \(5,\)"),
         ({"offsets": torch.zeros(0, dtype=torch.int64)}, r"offsets \(0,\)"),
         ({"ids": torch.arange(5.0)}, "ids are torch.float32, not torch.int32 or torch.int64"),

@@ -42,6 +42,9 @@ class Supports:
     kind: Kind = "top_p"
 
     def __post_init__(self) -> None:
+        for name in ("ids", "logprobs", "offsets"):
+            if not isinstance(getattr(self, name), Tensor):
+                raise BadInput(f"{name} is a {type(getattr(self, name)).__name__}, not a tensor", where=_WHERE)
         if (
             self.ids.shape != self.logprobs.shape
             or self.ids.dim() != 1
