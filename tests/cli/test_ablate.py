@@ -135,6 +135,16 @@ def test_what_is_asked_for_wrongly_gets_one_clear_error(argv: list[str], said: s
     assert list(tmp_path.iterdir()) == []
 
 
+def test_two_fleets_that_are_the_same_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY.split("[[mixed]]")[0])
+    (tmp_path / "whole.toml").write_text('[run]\nupdates = 3\n[[pools]]\nname = "bf16"\n')
+    for recipe in ("tiny.toml", "whole.toml"):
+        done = ablate(recipe, "--dry-run", cwd=tmp_path)
+        assert done.returncode == 2
+        assert f"{recipe}: the mixed and the homogeneous fleet serve the same formats" in done.stderr
+        assert ablate(recipe, "--dry-run", "--arms", "homogeneous", cwd=tmp_path).returncode == 0
+
+
 def test_a_dry_run_prints_the_runs_and_a_recipe_that_loads(tmp_path: Path) -> None:
     done = ablate("--dry-run", "--seeds", "2", "--train.std", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

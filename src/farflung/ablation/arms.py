@@ -32,6 +32,10 @@ class Arm:
     def name(self) -> str:
         return f"{self.fleet}/{self.method}"
 
+    def run_name(self, seed: int) -> str:
+        """Name of the arm's run with this seed, for files and processes."""
+        return f"{self.fleet}-{self.method}-{seed}"
+
 
 METHODS = (
     Arm("mixed"),

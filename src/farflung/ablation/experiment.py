@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from farflung.ablation.arms import Arm, Fleet
 from farflung.ablation.small import Small
 from farflung.ablation.whole import Whole
 from farflung.config.tree import Section
-from farflung.core.errors import Corrupt
+from farflung.core.errors import BadInput, Corrupt
 from farflung.core.metrics import UpdateMetrics
 
 
@@ -65,6 +66,21 @@ def read_experiment(path: Path, overrides: Sequence[tuple[str, str]]) -> Experim
     except (OSError, ValueError):
         tree = {}  # the loader says it better
     return Whole.load(path, overrides) if {"run", "pools"} & tree.keys() else Small.load(path, overrides)
+
+
+def check_fleets(experiment: Experiment, arms: Sequence[Arm], place: str) -> None:
+    """Raises BadInput if the arms compare two fleets that serve the same formats in the same proportions."""
+    if len({arm.fleet for arm in arms}) == 2 and _shares(experiment, "mixed") == _shares(experiment, "homogeneous"):
+        raise BadInput(
+            "the mixed and the homogeneous fleet serve the same formats: every arm would be measured twice",
+            where=place,
+            mend="give the mixed fleet's pools other weights and kv, or run one fleet: --arms homogeneous",
+        )
+
+
+def _shares(experiment: Experiment, fleet: Fleet) -> dict[tuple[str, str], float]:
+    pools = [(pool.weights, pool.kv) for pool in experiment.pools(fleet)]
+    return {formats: count / len(pools) for formats, count in Counter(pools).items()}
 
 
 def experiment_of(facts: Any, place: str) -> Experiment:

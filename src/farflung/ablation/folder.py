@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -36,14 +35,15 @@ class Run:
 
     @property
     def name(self) -> str:
-        return f"{self.arm.fleet}-{self.arm.method}-{self.seed}"
+        return self.arm.run_name(self.seed)
 
     @staticmethod
     def parse(name: str) -> Run | None:
         """None if no run is called so."""
-        named = re.fullmatch(r"(.+)-(0|[1-9][0-9]*)", name, re.ASCII)
-        arm = next((arm for arm in GRID if named and named[1] == f"{arm.fleet}-{arm.method}"), None)
-        return Run(arm, int(named[2])) if named and arm else None
+        seed = name.rpartition("-")[2]
+        if not (seed.isascii() and seed.isdigit()):
+            return None
+        return next((Run(arm, int(seed)) for arm in GRID if arm.run_name(int(seed)) == name), None)
 
 
 @dataclass(frozen=True, slots=True)

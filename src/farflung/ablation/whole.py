@@ -98,7 +98,7 @@ class Whole:
 
     def rows(self, folder: Path, arm: Arm, seed: int) -> Iterator[UpdateMetrics]:
         """Train, and read the updates off the run's ledger as they come."""
-        space = folder / "whole" / f"{arm.fleet}-{arm.method}-{seed}"
+        space = folder / "whole" / arm.run_name(seed)
         if not (space / "recipe.json").exists():
             Workspace.create(space, self.arm_recipe(arm, seed))
         process = subprocess.Popen(

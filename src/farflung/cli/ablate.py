@@ -56,11 +56,12 @@ def run(argv: Sequence[str]) -> int:
             raise BadInput(f"{value} is too few", where=f"--{flag}", mend="at least 1")
 
     from farflung.ablation.arms import choose
-    from farflung.ablation.experiment import read_experiment
+    from farflung.ablation.experiment import check_fleets, read_experiment
     from farflung.ablation.folder import Folder, Run
 
     arms = choose(args.arms)
     experiment = read_experiment(find_recipe(args.recipe, "ablations"), overrides)
+    check_fleets(experiment, arms, args.recipe)
     path: Path = args.dir or Path("runs") / experiment.name
     runs = [Run(arm, seed) for seed in range(args.seeds) for arm in arms]
     jobs = args.jobs or max(1, (os.cpu_count() or 1) // experiment.cores)
