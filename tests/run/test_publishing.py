@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -101,3 +101,47 @@ def test_upkeep_folds_deltas_and_removes_old_versions(tmp_path: Path, monkeypatc
     assert "run/jumps/bf16/00000008-4" in store.list("run/jumps")
     newcomer = Subscriber(store, "run", key=KEY)
     assert newcomer.fetch(8).tensors["model.norm.weight"].unique().tolist() == [9.0]
+
+
+def test_upkeep_prunes_when_there_is_a_new_version_and_not_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(module, "PRUNE_SECONDS", 0.0)
+
+    class Counted(FolderStore):
+        listed = 0
+        looks = 0
+
+        def ages(self, folder: str) -> dict[str, float]:
+            self.listed += folder == "run"
+            return super().ages(folder)
+
+        def read_pointer(self, key: str) -> bytes | None:
+            self.looks += 1
+            return super().read_pointer(key)
+
+    store = Counted(tmp_path)
+    publisher = Publisher(store, "run", key=KEY, anchor_every=1)
+    upkeep = Upkeep(store, "run", Recipe(weights=WeightsConfig(levels=1, keep=1)), KEY)
+
+    def wait(ready: Callable[[], bool]) -> None:
+        deadline = monotonic() + 20
+        while not ready():
+            assert monotonic() < deadline
+            sleep(0.01)
+
+    for version in range(3):
+        publisher.publish(version, weights(1.0 + version))
+        wait(lambda version=version: store.listed > version)
+        looks = store.looks
+        wait(lambda looks=looks: store.looks > looks + 5)
+        assert store.listed == version + 1
+    monkeypatch.setattr(module, "PRUNE_SECONDS", 1000.0)
+    looks = store.looks
+    wait(lambda: store.looks > looks + 5)
+    publisher.publish(3, weights(9.0))
+    looks = store.looks
+    wait(lambda: store.looks > looks + 5)
+    assert store.listed == 3, "not before its time"
+    upkeep.close()

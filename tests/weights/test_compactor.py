@@ -136,6 +136,28 @@ def test_versions_are_compacted_as_they_come_and_up_to_a_level() -> None:
             Compactor(store, RUN, levels=levels)
 
 
+def test_a_new_compactor_begins_where_its_jumps_do() -> None:
+    """It asks for the pointer once a step, and for nothing of what lies far below."""
+    store = MemoryStore()
+    publisher = publish(store, [weights()] * 40, anchor_every=100)
+    pointers, read_pointer = 0, store.read_pointer
+
+    def counted(key: str) -> bytes | None:
+        nonlocal pointers
+        pointers += 1
+        return read_pointer(key)
+
+    store.read_pointer = counted  # type: ignore[method-assign]
+    compactor = Compactor(store, RUN, levels=2)
+    assert [(one.version, one.span) for one in compactor.step()] == [(36, 2), (36, 4), (38, 2)]
+    assert pointers == 1
+    for number in (40, 41, 42):
+        publisher.publish(number, weights())
+    assert [(one.version, one.span) for one in compactor.step()] == [(40, 2), (40, 4), (42, 2)]
+    everything = [(number, span) for number in range(2, 36, 2) for span in (2, 4) if number % span == 0]
+    assert [(one.version, one.span) for one in Compactor(store, RUN, levels=2, first=1).step()] == everything
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_a_compactor_that_stops_at_any_write_goes_on(late: bool) -> None:
     history = walk(4)
@@ -162,7 +184,7 @@ def test_of_two_compactors_the_first_is_right() -> None:
     """Also where the second packs differently, and so would write other bytes under the same key."""
     store, history = MemoryStore(), walk(4)
     publish(store, history)
-    first, second = Compactor(store, RUN, levels=1), Compactor(store, RUN)
+    first, second = Compactor(store, RUN, levels=1, first=1), Compactor(store, RUN)
     assert [(one.version, one.span) for one in first.step()] == [(2, 2), (4, 2)]
     assert [(one.version, one.span) for one in second.step()] == [(4, 4)]
 
@@ -180,7 +202,7 @@ def test_of_two_compactors_the_first_is_right() -> None:
     racing.objects, racing.pointers, racing.written = store.objects, store.pointers, store.written
     other = jump(store, 2, 2).encode().replace(b'"changed":', b'"changed":1')
     store.objects[jump_key(RUN, "bf16", 2, 2)] = other
-    assert Compactor(racing, RUN, levels=1).step()[0] == jump(store, 2, 2)
+    assert Compactor(racing, RUN, levels=1, first=1).step()[0] == jump(store, 2, 2)
     assert store.objects[jump_key(RUN, "bf16", 2, 2)] == other
     subscriber = Subscriber(store, RUN)
     subscriber.fetch(0)

@@ -291,6 +291,30 @@ def test_files_of_crashed_writers_are_swept_and_those_of_live_ones_stay(tmp_path
     assert not live.exists()
 
 
+def test_a_writer_that_is_stopped_with_the_lock_does_not_stop_others_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is frozen in the middle of a write."""
+    monkeypatch.setattr("farflung.weights.store.LOCK_SECONDS", 0.3)
+    program = (
+        "import os, signal, sys; from farflung.weights import FolderStore\n"
+        "with FolderStore(sys.argv[1])._locked(): os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    store = FolderStore(tmp_path)
+    store.put("run/a", b"1")
+    other = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
+    try:
+        os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WNOWAIT)
+        for write in (lambda: store.put("run/b", b"2"), lambda: store.write_note("run/leases/a", b"1")):
+            with pytest.raises(StoreError, match=r"\.lock: another writer has the lock for 0\.3 s\n.*end the process"):
+                write()
+        assert store.get("run/a", 1) == b"1"
+    finally:
+        other.kill()
+        other.wait(30)
+    store.put("run/b", b"2")
+
+
 def test_a_writer_killed_in_mid_write_leaves_nothing_visible(tmp_path: Path) -> None:
     program = (
         "import os, sys; from farflung.weights import FolderStore\n"

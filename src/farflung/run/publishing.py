@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 
@@ -20,6 +21,8 @@ from farflung.weights.store import Store
 from farflung.weights.streams import Snapshot
 
 IDLE_SECONDS = 5.0
+PRUNE_SECONDS = 60.0
+"""Between prunings, each of which lists the whole run."""
 
 
 class Publishing:
@@ -68,6 +71,7 @@ class Upkeep:
         levels, self._keep = recipe.weights.levels, recipe.weights.keep
         self._compactor = Compactor(store, run_id, key=key, levels=levels) if levels else None
         self._history = History(store, run_id, Seal(key))
+        self._pruned, self._pruned_at = -1, float("-inf")
         self._stop = threading.Event()
         self._said = ""
         threading.Thread(target=self._run, name="upkeep", daemon=True).start()
@@ -81,8 +85,18 @@ class Upkeep:
                 if self._compactor is not None:
                     self._compactor.step()
                 if self._keep is not None:
-                    prune(self._history, self._keep)
+                    self._prune(self._keep)
             except (FarflungError, OSError) as error:
                 if str(error) != self._said:
                     print(f"upkeep of the weight store: {error}", flush=True)
                 self._said = str(error)
+
+    def _prune(self, keep: int) -> None:
+        """When there is a version since the last pruning, and not at once after that one."""
+        if time.monotonic() - self._pruned_at < PRUNE_SECONDS:
+            return
+        newest = self._history.newest()
+        if newest is not None and newest.number != self._pruned:
+            self._pruned_at = time.monotonic()
+            prune(self._history, keep)
+            self._pruned = newest.number

@@ -30,15 +30,18 @@ LEVELS = 7
 class Compactor:
     """Makes the jumps of a run's versions as they come. One at a time is enough; two do no harm.
 
-    ``skipped``: what could not be read on the way, each said once. Jumps that need it are left out; others are made.
+    It begins 2^``levels`` versions before the newest, which is what one that was stopped may have left to do, or at
+    version ``first``. ``skipped``: what could not be read on the way, each said once. Jumps that need it are left out; others are made.
     """
 
-    def __init__(self, store: Store, run: str, *, key: bytes | None = None, levels: int = LEVELS) -> None:
+    def __init__(
+        self, store: Store, run: str, *, key: bytes | None = None, levels: int = LEVELS, first: int | None = None
+    ) -> None:
         if not 1 <= levels <= 30:
             raise BadInput(f"{levels} levels; 1 to 30 make sense", where="compactor")
         self._history = History(store, run, Seal(key))
         self._levels = levels
-        self._done = 0
+        self._done = None if first is None else max(0, first - 1)
         self.skipped: list[str] = []
 
     def step(self) -> list[Jump]:
@@ -50,6 +53,8 @@ class Compactor:
         newest = self._history.newest()
         if newest is None:
             return
+        if self._done is None:
+            self._done = max(0, newest.number - (1 << self._levels))
         for number in range(self._done + 1, newest.number + 1):
             yield from self._jumps(number, newest)
             self._done = number

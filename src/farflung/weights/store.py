@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,8 +15,11 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from farflung.core.errors import BadInput, Corrupt, InfraError
+from farflung.core.process import patience
 
 MAX_POINTER = 4096
+LOCK_SECONDS = 60.0
+"""How long a writer of a folder waits for the others; each has the lock for a few file operations."""
 SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "memory")
 _MIRROR_SCHEMES = ("http", "https")
@@ -238,9 +242,15 @@ class FolderStore:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """The store's writers one at a time; held for a few file operations, never while bytes are written."""
-        fd = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        path = self.root / ".lock"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            deadline, pauses = time.monotonic() + LOCK_SECONDS, patience(0.001, 0.1)
+            while not _flocked(fd):
+                if time.monotonic() > deadline:
+                    mend = "end the process that has it, which may be stopped or on a machine that is gone (fuser, lslocks)"
+                    raise StoreError(f"another writer has the lock for {LOCK_SECONDS:g} s", where=str(path), mend=mend)
+                time.sleep(next(pauses))
             yield
         finally:
             os.close(fd)
@@ -279,6 +289,15 @@ class FolderStore:
             what = f"no space for {size} bytes" if full else "cannot write"
             mend = "nothing of it is visible; free some space and publish again" if full else ""
             raise StoreError(f"{what}: {error.strerror}", where=str(self.root / key), mend=mend) from error
+
+
+def _flocked(fd: int) -> bool:
+    """Take the lock if it is free."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _sweep(folder: Path) -> None:

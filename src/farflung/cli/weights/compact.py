@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
 
     from farflung.weights import Compactor
 
-    compactor = Compactor(place.store, place.run, key=place.key, levels=args.levels)
+    compactor = Compactor(place.store, place.run, key=place.key, levels=args.levels, first=1)
     if not args.follow:
         made = _once(compactor)
         for skipped in compactor.skipped:
