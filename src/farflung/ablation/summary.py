@@ -135,6 +135,7 @@ def show(arms: Sequence[ArmSummary], console: Console) -> None:
 def row(arm: ArmSummary) -> list[str]:
     """The arm's line of the table."""
     spread = f" ± {arm.spread(lambda s: s.final):.2f}" if len(arm.seeds) > 1 else ""
+    kl_start = arm.mean(lambda s: s.kl_start)
     ended = f" ({arm.diverged}× NaN)" if arm.diverged else ""
     return [
         arm.arm.name,
@@ -142,11 +143,15 @@ def row(arm: ArmSummary) -> list[str]:
         f"{arm.mean(lambda s: s.start):.2f}",
         f"{arm.mean(lambda s: s.best):.2f}",
         f"{arm.mean(lambda s: s.final):.2f}{spread}",
-        f"{arm.mean(lambda s: s.kl_start):.2g} → {arm.mean(lambda s: s.kl_final):.2g}",
-        f"{arm.kl_growth:.2g}×",
-        f"{arm.kl_peak_growth:.2g}×",
+        "–" if math.isnan(kl_start) else f"{kl_start:.2g} → {arm.mean(lambda s: s.kl_final):.2g}",
+        _times(arm.kl_growth),
+        _times(arm.kl_peak_growth),
         f"{'–' if arm.collapse_step is None else arm.collapse_step}{ended}",
     ]
+
+
+def _times(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.2g}×"
 
 
 def _share(value: float) -> float | None:
