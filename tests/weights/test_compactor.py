@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -19,7 +17,6 @@ from tests.weights.parts import (
     Crash,
     MemoryStore,
     equal,
-    newest,
     overwrite,
     publish,
     same,

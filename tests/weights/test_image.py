@@ -111,9 +111,7 @@ WRONG: list[Any] = [
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_a_state_that_is_not_one_is_worth_nothing(
-    wrong: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_state_that_is_not_one_is_worth_nothing(wrong: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     room = Folder(tmp_path)
     room.save(filled(room))
     room.close()
