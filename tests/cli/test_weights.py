@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -296,6 +297,17 @@ def test_gc_says_what_would_go_and_lets_it_go(weights: Run, store: FolderStore, 
     code, _, said = weights("materialize", store.root, 1, "--key-file", token, "--out", store.root.parent / "out")
     assert code == 2
     assert "version 1 was pruned" in said
+
+
+def test_gc_lets_orphans_be_for_some_hours(weights: Run, store: FolderStore, token: Path) -> None:
+    orphan = f"{RUN}/objects/{'0' * 64}"
+    store.put(orphan, b"of a publisher that died")
+    os.utime(store.root / orphan, (0, time.time() - 3 * 3600))
+    gc = ("gc", store.root, "--key-file", token, "--keep", 99)
+    assert "0 versions, 0 jumps, 0 objects" in weights(*gc)[1]
+    assert "0 versions, 0 jumps, 0 objects" in weights(*gc, "--orphan-hours", 4)[1]
+    assert "0 versions, 0 jumps, 1 objects" in weights(*gc, "--orphan-hours", 2)[1]
+    assert not store.exists(orphan)
 
 
 def test_compact_makes_signed_jumps_once(weights: Run, tmp_path: Path, token: Path) -> None:

@@ -19,6 +19,7 @@ from farflung.fleet import mirror as mirrors
 from farflung.fleet import wire
 from farflung.fleet.mirror import Mirror, MirrorOptions, serve
 from farflung.weights import StoreError, open_store
+from farflung.weights.manifest import MAX_OBJECT
 from tests.fleet.kit import TOKEN, sever, until
 from tests.fleet.site import MIB, Upstream, cached, site
 
@@ -202,6 +203,16 @@ async def test_a_key_cannot_leave_the_store(tmp_path: Path) -> None:
                 assert answer.status == 400
                 assert b"not a store key" in await answer.read()
         assert one.upstream.asked == []
+
+
+async def test_an_object_that_is_larger_than_any_is_not_read(tmp_path: Path) -> None:
+    """However much the cache may hold."""
+    async with site(tmp_path, 4 * MAX_OBJECT) as one:
+        key = f"run/objects/{'0' * 64}"
+        one.upstream.put(key, b"")
+        os.truncate(tmp_path / "store" / key, MAX_OBJECT + 1)
+        assert await one.refused(key) == (502, "corrupt")
+        assert (await one.stats())["bytes_fetched"] == 0
 
 
 async def test_a_mirror_of_a_mirror(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class MemoryStore:
         self._crash(late=False)
         if self.objects.setdefault(check_key(key), bytes(data)) != data:
             raise Conflict("the object exists with other bytes", where=key)
-        self._wrote(key, first=True)
+        self._wrote(key)
 
     def get(self, key: str, max_bytes: int) -> bytes:
         self.reads.append(key)
@@ -111,10 +111,9 @@ class MemoryStore:
     def ages(self, folder: str) -> dict[str, float]:
         return {key: self.now - self.written[key] for key in self.list(folder)}
 
-    def _wrote(self, key: str, *, first: bool = False) -> None:
+    def _wrote(self, key: str) -> None:
         self.writes.append(key)
-        if not first or key not in self.written:
-            self.written[key] = self.now
+        self.written[key] = self.now
         self._crash(late=True)
 
     def _crash(self, *, late: bool) -> None:

@@ -16,7 +16,7 @@ from farflung.weights import Compactor, FolderStore, Missing, Publisher, StoreEr
 from farflung.weights.history import History
 from farflung.weights.manifest import Seal, jump_key, manifest_key, object_key
 from farflung.weights.objects import Deadlines, MirrorStore
-from farflung.weights.retention import LIVE_SECONDS, Removed, held, prune
+from farflung.weights.retention import LIVE_SECONDS, ORPHAN_SECONDS, Removed, held, prune
 from farflung.weights.verify import verify
 from tests.weights.parts import (
     RUN,
@@ -43,7 +43,7 @@ def old_run(versions: int = 9, **options: Any) -> tuple[MemoryStore, list[Policy
     store, history = MemoryStore(), walk(versions)
     publish(store, history, anchor_every=3, **options)
     Compactor(store, RUN).step()
-    store.now += 10 * LIVE_SECONDS
+    store.now += 2 * ORPHAN_SECONDS
     return store, history
 
 
@@ -273,7 +273,7 @@ def test_ages_are_the_stores_and_no_machines(tmp_path: Path, monkeypatch: pytest
         assert held(store, RUN) == {"one": 2}
         done = pruned(store, 1)
         assert (done.floor, done.objects, done.leases) == (2, 0, 0)
-    done = pruned(store, 1, live_seconds=-1)
+    done = pruned(store, 1, live_seconds=-1, orphan_seconds=-1)
     assert (done.floor, done.versions, done.leases) == (4, 2, 1)
     assert not store.exists(f"{RUN}/objects/{'0' * 64}")
     assert equal(Subscriber(store, RUN).fetch(4).tensors, history[4])
@@ -292,12 +292,69 @@ def test_orphans_go_when_they_are_old_and_not_before() -> None:
     orphans = {key for key in set(store.objects) - reachable if "/objects/" in key}
     assert len(orphans) == 2
     assert pruned(store, 99).objects == 0
-    store.now += LIVE_SECONDS + 1
+    store.now += ORPHAN_SECONDS
+    assert pruned(store, 99).objects == 0
+    store.now += 1
     assert pruned(store, 99).objects == 2
     assert not orphans & set(store.objects)
     assert reachable <= set(store.objects)
     publisher.publish(10, weights(5))
     assert equal(Subscriber(store, RUN).fetch(10).tensors, weights(5))
+
+
+@pytest.mark.parametrize("when", ["before its manifest", "once it is known what may go"])
+def test_a_publisher_that_repeats_what_a_dead_one_left_keeps_its_objects(when: str) -> None:
+    """They are old, and a pruning runs while the publisher is at work."""
+    store, history = old_run()
+    policy = step(copy(history[9]), 10)
+    publisher = Publisher(store, RUN, anchor_every=3, threads=1)
+    publisher.resume()
+    store.crash_in = 4
+    with pytest.raises(Crash):
+        publisher.publish(10, policy)
+    store.crash_in = None
+    store.now += ORPHAN_SECONDS + 1
+    again = Publisher(store, RUN, anchor_every=3, threads=1)
+    again.resume()
+    put, ages = store.put, store.ages
+    met: list[str] = []
+
+    def prunes(key: str, data: bytes) -> None:
+        if key.startswith(f"{RUN}/manifests/"):
+            met.append(key)
+            assert pruned(store, 99).objects == 0
+        put(key, data)
+
+    def publishes(folder: str) -> dict[str, float]:
+        if folder == f"{RUN}/objects":
+            met.append(folder)
+            again.publish(10, policy)
+        return ages(folder)
+
+    if when == "before its manifest":
+        store.put = prunes  # type: ignore[method-assign]
+        again.publish(10, policy)
+    else:
+        store.ages = publishes  # type: ignore[method-assign]
+        assert pruned(store, 99).objects == 0
+    assert len(met) == 1
+    assert equal(Subscriber(store, RUN).fetch(10).tensors, policy)
+
+
+def test_what_removed_versions_named_goes_unless_it_was_put_again() -> None:
+    """Put again by a publisher at work, whose version nobody can see yet."""
+    store, _ = old_run()
+    known = History(store, RUN, Seal(None))
+    again, *_ = known.find(2).stream("bf16").delta
+    gone = known.find(1).stream("bf16").delta
+    store.put(object_key(RUN, again), store.objects[object_key(RUN, again)])
+    store.now += LIVE_SECONDS + 1
+    pruned(store, 1)
+    assert store.exists(object_key(RUN, again))
+    assert not any(store.exists(object_key(RUN, part)) for part in gone)
+    store.now += ORPHAN_SECONDS
+    assert pruned(store, 1).objects == 1
+    assert not store.exists(object_key(RUN, again))
 
 
 def test_objects_that_old_and_new_versions_share_stay() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from farflung.core.errors import Corrupt
 from farflung.weights.elements import ELEMENT_TYPES
-from farflung.weights.schema import PIECE_BYTES, Schema, TensorType, cut, groups
+from farflung.weights.schema import MAX_EMPTY, MAX_SCHEMA, PIECE_BYTES, Schema, TensorType, cut, groups
 from tests.weights.parts import schema
 
 SMALL = schema(a=("BF16", (2, 3)), b=("F4", (4,)), c=("F32", ()), empty=("F8_E4M3", (0, 7)))
@@ -100,6 +100,20 @@ def test_a_piece_larger_than_any_is_refused() -> None:
     large = {"format": 2, "tensors": {"a": ["U8", [size]]}, "pieces": [[0, 0, size]], "tied": {}}
     with pytest.raises(Corrupt, match=f"a piece of {size} bytes"):
         Schema.decode(json.dumps(large).encode(), "here")
+
+
+def test_empty_pieces_are_as_many_as_ranks_may_be() -> None:
+    def with_empty(count: int) -> Schema:
+        return Schema.decode(json.dumps(WHOLE | {"pieces": [[0, 0, 0]] * count + WHOLE["pieces"]}).encode(), "here")
+
+    assert len(with_empty(MAX_EMPTY).pieces) == MAX_EMPTY + len(WHOLE["pieces"])
+    with pytest.raises(Corrupt, match=f"more than {MAX_EMPTY} empty pieces of 'a'"):
+        with_empty(MAX_EMPTY + 1)
+
+
+def test_a_schema_that_is_too_large_is_refused_before_it_is_read() -> None:
+    with pytest.raises(Corrupt, match=f"k: not a schema: it has {MAX_SCHEMA + 1} bytes; at most {MAX_SCHEMA}"):
+        Schema.decode(bytes(MAX_SCHEMA + 1), "k")
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,19 @@ def test_an_age_grows_until_the_next_write(shared: Store) -> None:
     assert ages["run/leases/a"] < ages["run/old"]
 
 
+def test_an_object_that_is_put_again_is_young(shared: Store) -> None:
+    for key in ("run/again", "run/old"):
+        shared.put(key, b"1")
+    time.sleep(2.1)
+    shared.put("run/again", b"1")
+    with pytest.raises(Conflict):
+        shared.put("run/old", b"2")
+    ages = shared.ages("run")
+    assert ages["run/old"] >= 1
+    assert ages["run/again"] < ages["run/old"]
+    assert shared.get("run/again", 1) == b"1"
+
+
 def test_of_many_swaps_at_once_one_wins(shared: Store) -> None:
 
     def swap(i: int) -> bool:

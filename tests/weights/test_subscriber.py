@@ -344,6 +344,30 @@ def test_one_that_is_ahead_of_its_store_joins_anew_in_its_next_process(tmp_path:
     assert equal(first.fetch(6).tensors, others[6])
 
 
+def test_a_folder_of_another_run_that_lacks_the_format_is_joined_anew(tmp_path: Path) -> None:
+    """The other run's version of that number was published in another format only."""
+    store, history = MemoryStore(), walk(3)
+    publish(store, history, formats=("bf16", "fp8"))
+    other = MemoryStore()
+    publish(other, history[:3])
+    publisher = Publisher(other, RUN, formats=("bf16", "fp8"))
+    publisher.resume()
+    publisher.publish(3, history[3])
+    for held, wanted in ((1, 3), (2, 3)):
+        folder = tmp_path / str(held)
+        Subscriber(store, RUN, format="fp8", folder=folder).fetch(held)
+        update = Subscriber(other, RUN, format="fp8", folder=folder).fetch(wanted)
+        assert same(update.tensors, streams(history[3:], "fp8")[0])
+    Subscriber(other, RUN, format="fp8", folder=tmp_path / "newer").fetch(3)
+    back = MemoryStore()
+    publish(back, history[:3], formats=("bf16", "fp8"))
+    publisher = Publisher(back, RUN)
+    publisher.resume()
+    publisher.publish(3, history[3])
+    update = Subscriber(back, RUN, format="fp8", folder=tmp_path / "newer").fetch(2)
+    assert same(update.tensors, streams(history[:3], "fp8")[2])
+
+
 def tiny(number: int) -> Policy:
     """Version ``number`` of a policy in which each version sets one element and clears the one set fifty versions before."""
     elements = torch.zeros(8192)

@@ -107,7 +107,7 @@ def test_a_pruned_run_is_sound(store: FolderStore) -> None:
     assert (verdict.versions, verdict.faults) == (3, ())
     assert verdict.orphans
     assert all("/objects/" in key for key in verdict.orphans)  # too young to have gone with their versions
-    prune(history_of(store), 2, live_seconds=-1.0)
+    prune(history_of(store), 2, live_seconds=-1.0, orphan_seconds=-1.0)
     assert verify(history_of(store)).orphans == ()
 
 

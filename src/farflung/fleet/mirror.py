@@ -27,6 +27,7 @@ from farflung.core.errors import BadInput, Corrupt
 from farflung.fleet import process, wire
 from farflung.fleet.blocking import beside
 from farflung.fleet.cache import HashCache, digest_of
+from farflung.weights.manifest import MAX_OBJECT
 from farflung.weights.store import MAX_POINTER, Missing, Store, StoreError, check_key, open_store
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Mirror:
     """HTTP around a store and a cache. Holds no truth: stop it, lose its folder, start it elsewhere at any time."""
 
     def __init__(self, store: Store, cache: Path, *, token: str, limit_bytes: int) -> None:
-        """``limit_bytes`` also bounds one object. Raises BadInput for a folder that cannot be the cache."""
+        """``limit_bytes`` also bounds one object, as MAX_OBJECT does. Raises BadInput for a folder that cannot be the cache."""
         self._store = store
         self._token = token
         self._cache = HashCache(cache, limit_bytes)
@@ -153,7 +154,8 @@ class Mirror:
             return kept
         self.stats.rejected += held
         self.stats.misses += 1
-        data = await self._ask(lambda: self._store.get(key, self._cache.limit), self._filling, FILL_SECONDS)
+        most = min(self._cache.limit, MAX_OBJECT)
+        data = await self._ask(lambda: self._store.get(key, most), self._filling, FILL_SECONDS)
         self.stats.bytes_fetched += len(data)
         if await digest_of(data) != digest:
             self.stats.rejected += 1

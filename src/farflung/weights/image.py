@@ -167,7 +167,7 @@ class Folder(Room):
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = open(self.folder / ".lock", "ab")  # noqa: SIM115 - held for as long as this object lives
+            lock = open(self.folder / ".lock", "ab")  # noqa: SIM115 (open for as long as this object lives)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

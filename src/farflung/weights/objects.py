@@ -131,8 +131,8 @@ class ObjectStore:
                 return
             # It is there, or this very request wrote it and the reply was lost, or another write was under way.
             with suppress(Missing):
-                self._compare(key, data)
-                return
+                if self._written(key, data, self._compare(key, data)):
+                    return
         raise StoreError("others write and delete it again and again", where=self._where(key), mend="try again")
 
     def get(self, key: str, max_bytes: int) -> bytes:
@@ -221,11 +221,12 @@ class ObjectStore:
             return self._get(key, MAX_POINTER).mark == mark
         return False
 
-    def _compare(self, key: str, data: bytes) -> None:
-        """Raises Conflict unless the object has these bytes."""
+    def _compare(self, key: str, data: bytes) -> dict[str, str]:
+        """Which version of the object has these bytes. Raises Conflict when it has others."""
         with suppress(Corrupt):
-            if self.get(key, len(data)) == data:
-                return
+            found = self._get(key, len(data))
+            if found.data == data:
+                return found.version
         raise Conflict(
             "the object exists with other bytes", where=self._where(key), mend=f"objects never change: {key}"
         )

@@ -11,24 +11,26 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from farflung.core.errors import BadInput, Corrupt
 from farflung.weights.history import History, Version
-from farflung.weights.manifest import object_key, read_jump
-from farflung.weights.store import Store, StoreError, check_name
+from farflung.weights.manifest import Ref, object_key, read_jump
+from farflung.weights.store import Missing, Store, StoreError, check_name
 from farflung.weights.strict import count, loads, need
 
 log = logging.getLogger(__name__)
 
-_MANIFEST = re.compile(r"manifests/([0-9]{8,15})-[0-9a-f]{64}")
+_MANIFEST = re.compile(r"manifests/([0-9]{8,15})-([0-9a-f]{64})")
 _JUMP = re.compile(r"jumps/([^/]+)/([0-9]{8,15})-([0-9]{1,15})")
 _LEASE = re.compile(r"leases/([^/]+)")
 
 RENEW_SECONDS = 60.0
 LIVE_SECONDS = 600.0
 """How long a lease that nobody renews still counts."""
+ORPHAN_SECONDS = 6 * 3600.0
+"""How old an object must be that nothing names: longer than a publisher needs from its first object to its manifest."""
 
 
 class Lease:
@@ -112,12 +114,20 @@ def decode_lease(raw: bytes, where: str) -> int:
         raise Corrupt(f"not a lease: {error}", where=where, mend="remove it") from None
 
 
-def prune(history: History, keep: int, *, live_seconds: float = LIVE_SECONDS, dry_run: bool = False) -> Removed:
+def prune(
+    history: History,
+    keep: int,
+    *,
+    live_seconds: float = LIVE_SECONDS,
+    orphan_seconds: float = ORPHAN_SECONDS,
+    dry_run: bool = False,
+) -> Removed:
     """Remove old versions; the newest ``keep``, and all that live subscribers hold, can still be reached and joined.
 
     Everything from the newest version at or below those that is stored whole in all its formats stays. Manifests go
-    before their objects, oldest first, so that a pruning that is cut off leaves nothing half readable. Objects that no
-    version names (of a publisher that died) go too once they are older than ``live_seconds``. ``dry_run``: only say what
+    before their objects, oldest first, so that a pruning that is cut off leaves nothing half readable. Objects of what
+    was removed go once they are older than ``live_seconds``, unless they were put again since. Those that nothing names,
+    of a publisher that died or is at work, go once they are older than ``orphan_seconds``. ``dry_run``: only say what
     would go.
     """
     if keep < 1:
@@ -138,27 +148,45 @@ def prune(history: History, keep: int, *, live_seconds: float = LIVE_SECONDS, dr
         if floor <= lowest and _joins_all(version, newest):
             break
     gone = Counter[str]()
+    let_go: dict[str, float] = {}
 
     def remove(key: str, kind: str) -> None:
         gone[kind] += 1
         if not dry_run:
             store.delete(key)
 
+    def release(key: str, objects: Iterable[str]) -> None:
+        """What is about to be removed names these objects."""
+        for one in objects:
+            let_go[one] = min(names[key], let_go.get(one, names[key]))
+
     for key in sorted(names):
         name = key.removeprefix(f"{run}/")
         if (found := _MANIFEST.fullmatch(name)) and int(found[1]) < floor:
+            release(key, _version_objects(history, Ref(int(found[1]), found[2])))
             remove(key, "versions")
         elif found := _JUMP.fullmatch(name):
             format, number, span = found[1], int(found[2]), int(found[3])
-            objects = None if number - span < floor else _jump_objects(history, format, number, span)
-            if objects is None:
+            objects = _jump_objects(history, format, number, span)
+            if objects is None or number - span < floor:
+                release(key, objects or ())
                 remove(key, "jumps")
             else:
                 kept |= objects
         elif (found := _LEASE.fullmatch(name)) and found[1] not in live and names[key] > live_seconds:
             remove(key, "leases")
-    for key, age in names.items():
-        if key.startswith(f"{run}/objects/") and key not in kept and age > live_seconds:
+    prefix = f"{run}/objects/"
+    doomed = [
+        key
+        for key, age in names.items()
+        # An object that is younger than what named it was put again, by a publisher that may be about to name it.
+        if key.startswith(prefix)
+        and key not in kept
+        and age > (live_seconds if age >= let_go.get(key, float("inf")) else orphan_seconds)
+    ]
+    now = store.ages(f"{run}/objects") if doomed else {}
+    for key in doomed:
+        if now.get(key, -1.0) >= names[key]:
             remove(key, "objects")
     return Removed(floor, gone["versions"], gone["jumps"], gone["objects"], gone["leases"])
 
@@ -174,6 +202,14 @@ def object_keys(run: str, version: Version) -> Iterator[str]:
     for stream in version.manifest.streams.values():
         for part in (stream.schema, *stream.delta, *stream.anchor, *stream.small):
             yield object_key(run, part)
+
+
+def _version_objects(history: History, ref: Ref) -> set[str]:
+    """Of a version that goes; none where it cannot be read, so that they go as what nothing names."""
+    try:
+        return set(object_keys(history.run, history.read(ref)))
+    except (Missing, Corrupt):
+        return set()
 
 
 def _jump_objects(history: History, format: str, number: int, span: int) -> set[str] | None:

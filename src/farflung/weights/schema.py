@@ -18,6 +18,10 @@ from farflung.weights.planes import Span
 from farflung.weights.strict import count, items, loads, need, strict_object
 
 FORMAT = 2
+MAX_SCHEMA = 64 << 20
+"""In bytes as it is stored: what is larger is not read into memory as Python's objects."""
+MAX_EMPTY = 4096
+"""Empty pieces of one tensor: a rank that holds nothing of it has one."""
 PIECE_BYTES = 64 << 20
 """The most that one piece takes, and what the pieces of one object take together."""
 
@@ -87,6 +91,8 @@ class Schema:
     @staticmethod
     def decode(raw: bytes, where: str) -> Schema:
         """Strict, and the pieces cover each tensor exactly once. Raises Corrupt."""
+        if len(raw) > MAX_SCHEMA:
+            raise Corrupt(f"not a schema: it has {len(raw)} bytes; at most {MAX_SCHEMA}", where=where)
         try:
             return _parse(loads(raw))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -128,6 +134,7 @@ def _parse(data: dict[str, Any]) -> Schema:
     names = list(tensors)
     pieces: list[Piece] = []
     covered = dict.fromkeys(names, 0)
+    empty = dict.fromkeys(names, 0)
     for number, start, size in data["pieces"]:
         need(count(number) < len(names), f"a piece of tensor {number}, of {len(names)}")
         name = names[number]
@@ -135,6 +142,8 @@ def _parse(data: dict[str, Any]) -> Schema:
         need(piece.start == covered[name], f"a piece of {name!r} starts at {start}, not at {covered[name]}")
         need(piece.nbytes <= PIECE_BYTES, f"a piece of {piece.nbytes} bytes; at most {PIECE_BYTES}")
         need(start % piece.kind.per_item == 0 == size % piece.kind.per_item, f"a piece of {name!r} cuts a byte")
+        empty[name] += not size
+        need(empty[name] <= MAX_EMPTY, f"more than {MAX_EMPTY} empty pieces of {name!r}")
         covered[name] += size
         pieces.append(piece)
     for name, tensor in tensors.items():

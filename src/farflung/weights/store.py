@@ -47,7 +47,7 @@ class Store(Protocol):
     """
 
     def put(self, key: str, data: bytes) -> None:
-        """Create an object. The same bytes again are fine; raises Conflict when it exists with other bytes."""
+        """Create an object. The same bytes again are fine, and make it young; raises Conflict when it exists with others."""
         ...
 
     def get(self, key: str, max_bytes: int) -> bytes:
@@ -161,9 +161,11 @@ class FolderStore:
         path = self._path(key)
         with self._explained(key, len(data)):
             if self._same(path, key, data):
-                return
+                with self._locked():
+                    if self._renewed(path, key, data):
+                        return
             with self._staged(data) as staged, self._locked():
-                if not self._same(path, key, data):
+                if not self._renewed(path, key, data):
                     self._publish(staged, path)
 
     def get(self, key: str, max_bytes: int) -> bytes:
@@ -238,6 +240,16 @@ class FolderStore:
         if path.stat().st_size == len(data) and path.read_bytes() == data:
             return True
         raise Conflict("the object exists with other bytes", where=str(path), mend=f"objects never change: {key}")
+
+    def _renewed(self, path: Path, key: str, data: bytes) -> bool:
+        """Whether the object is there with these bytes and is young now. Call it under the lock."""
+        if not self._same(path, key, data):
+            return False
+        try:
+            os.utime(path)
+        except (FileNotFoundError, PermissionError):
+            return False  # another user's file is replaced instead
+        return True
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -171,6 +171,8 @@ class Subscriber:
             upper = self._history.find(image.version) if backwards else wanted
         except Missing:
             return None  # it is of a run that the store knows no more, or was pruned
+        if self.format not in upper.manifest.streams:
+            return None  # it is of another run
         links = self._history.links(min(image.version, wanted.number), upper, self.format)
         if not links or image.root != (links[-1].root if backwards else links[0].before):
             return None
