@@ -67,7 +67,8 @@ class PublishedStream:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A published version by format. Seconds: to bring the weights into their formats, to compare and encode, to store.
+    """A published version by format. Seconds: to bring the weights into their formats; to compare, encode and store; in the
+    store's calls, summed over threads.
 
     ``repeated``: the store had this very version already.
     """
@@ -370,5 +371,5 @@ class Publisher:
         }
         now = time.monotonic()
         return Published(
-            version.number, streams, cast - began, now - cast - self._stored, self._stored, now - began, repeated
+            version.number, streams, cast - began, now - cast, self._stored, now - began, repeated
         )
