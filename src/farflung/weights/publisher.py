@@ -370,6 +370,4 @@ class Publisher:
             for name, stream in version.manifest.streams.items()
         }
         now = time.monotonic()
-        return Published(
-            version.number, streams, cast - began, now - cast, self._stored, now - began, repeated
-        )
+        return Published(version.number, streams, cast - began, now - cast, self._stored, now - began, repeated)
