@@ -272,7 +272,7 @@ def add_object(store: Store, data: bytes) -> list[Any]:
 
 
 def listed(part: Part) -> list[Any]:
-    return [part.sha256, part.nbytes]
+    return [part.sha256, part.nbytes, 0]
 
 
 def schema(**tensors: tuple[str, tuple[int, ...]]) -> Schema:

@@ -53,7 +53,7 @@ class Reader:
 
     def object(self, part: list[Any]) -> bytes:
         raw = (self.run / "objects" / part[0]).read_bytes()
-        assert [hashlib.sha256(raw).hexdigest(), len(raw)] == part
+        assert [hashlib.sha256(raw).hexdigest(), len(raw)] == part[:2]
         return raw
 
     def take(self, stream: dict[str, Any], parts: str) -> None:

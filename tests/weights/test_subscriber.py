@@ -14,6 +14,7 @@ import torch
 
 from farflung.core.errors import BadInput, Corrupt
 from farflung.weights import Compactor, FolderStore, Missing, Publisher, StoreError, Subscriber, Update
+from farflung.weights import schema as schema_module
 from farflung.weights.history import History
 from farflung.weights.manifest import Seal, manifest_key, object_key
 from farflung.weights.retention import prune
@@ -402,3 +403,28 @@ def test_a_thousand_versions_behind_over_every_delta_or_over_few_jumps(thousand:
         back = behind.fetch(start)
         assert equal(back.tensors, tiny(start))
         assert back.links == update.links
+
+
+def test_a_damaged_piece_is_made_again_from_the_objects_that_hold_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many objects a few are fetched."""
+    monkeypatch.setattr(schema_module, "PIECE_BYTES", 4096)
+    draw = torch.Generator().manual_seed(0)
+    policy = {f"w{i:02d}": torch.randn(2048, generator=draw) for i in range(32)}
+    store = MemoryStore()
+    publisher = Publisher(store, RUN)
+    publisher.publish(0, policy)
+    for tensor in policy.values():
+        tensor[::100] += 1
+    publisher.publish(1, policy)
+    subscriber = Subscriber(store, RUN, folder=tmp_path)
+    whole = subscriber.fetch(1).bytes
+    subscriber.close()
+    (bits,) = tmp_path.glob("bits-*")
+    raw = bytearray(bits.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    bits.write_bytes(raw)
+    mended = Subscriber(store, RUN, folder=tmp_path).fetch(1)
+    assert all(torch.equal(mended.tensors[name], tensor.bfloat16()) for name, tensor in policy.items())
+    assert 0 < mended.bytes < whole / 10

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from farflung.core.errors import BadInput, Corrupt
@@ -106,7 +107,7 @@ def make_jump(history: History, version: Version, format: str, span: int) -> Jum
     changed, parts = 0, []
     for changes in _folded(history, links, schema):
         encoded = delta.encode(changes, schema)
-        part = name_part(encoded.raw)
+        part = replace(name_part(encoded.raw), first=changes[0].piece)
         history.store.put(object_key(history.run, part), encoded.raw)
         changed += encoded.changed
         parts.append(part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from farflung.weights import delta
@@ -28,7 +28,10 @@ class Work:
 
     def data(self) -> list[Any]:
         """As plain data, for the other ranks."""
-        parts = [[[part.sha256, part.nbytes] for part in parts] for parts in (self.parts, self.anchor, self.small)]
+        parts = [
+            [[part.sha256, part.nbytes, part.first] for part in parts]
+            for parts in (self.parts, self.anchor, self.small)
+        ]
         return [[hash.hex() for hash in self.hashes], *parts, self.changed, self.bound]
 
     @staticmethod
@@ -67,6 +70,9 @@ def encode_section(job: Job, put: Callable[[bytes], Part], threads: int) -> Work
     section, before, schema, numbers = job.section, job.before, job.schema, job.numbers
     cut = list(groups(schema, numbers))
 
+    def keep(raw: bytes, first: int) -> Part:
+        return replace(put(raw), first=first)
+
     def delta_of(group: Sequence[int]) -> tuple[list[Change], Part | None, Part | None, int, float]:
         assert before is not None
         changes: list[Change] = []
@@ -81,12 +87,12 @@ def encode_section(job: Job, put: Callable[[bytes], Part], threads: int) -> Work
         if job.small:
             pieces = [(change, schema.pieces[change.piece]) for change in changes]
             ranked = [delta.smaller(change, piece, before.bits(piece)) for change, piece in pieces]
-            small = put(delta.encode(ranked, schema).raw)
-        return changes, put(encoded.raw), small, encoded.changed, encoded.bound
+            small = keep(delta.encode(ranked, schema).raw, changes[0].piece)
+        return changes, keep(encoded.raw, changes[0].piece), small, encoded.changed, encoded.bound
 
     def whole_of(group: Sequence[int]) -> Part:
         changes = [Change(n, work.hashes[n - numbers.start], Whole(section.bits(schema.pieces[n]))) for n in group]
-        return put(delta.encode(changes, schema).raw)
+        return keep(delta.encode(changes, schema).raw, group[0])
 
     with ThreadPoolExecutor(threads) as pool:
         if before is None or job.hashes is None:

@@ -18,7 +18,7 @@ import hashlib
 import hmac
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from farflung.core.errors import BadInput, Corrupt
@@ -45,10 +45,11 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An object, by SHA-256 and length in bytes."""
+    """An object, by SHA-256 and length in bytes. ``first``: the lowest number of its pieces; objects come in rising order."""
 
     sha256: str
     nbytes: int
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,12 +316,16 @@ def _stream(item: Any, version: int) -> Stream:
 
 
 def _parts_data(parts: tuple[Part, ...]) -> list[list[Any]]:
-    return [[part.sha256, part.nbytes] for part in parts]
+    return [[part.sha256, part.nbytes, part.first] for part in parts]
 
 
 def _parts(value: Any) -> tuple[Part, ...]:
     need(isinstance(value, list), "objects are not a list")
-    return tuple(_part(item) for item in value)
+    parts: list[Part] = []
+    for name, size, first in value:
+        parts.append(replace(_part([name, size]), first=count(first)))
+    need(parts == sorted(parts, key=lambda part: part.first), "objects are not in the order of their pieces")
+    return tuple(parts)
 
 
 def _part(item: Any) -> Part:

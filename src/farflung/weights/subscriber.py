@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -289,7 +290,7 @@ class Subscriber:
             anchored, links = self._anchored(wanted)
             fresh = {number: np.zeros_like(image.piece(number)) for number in odd}
             for parts in (anchored.stream(self.format).anchor, *(link.parts for link in links)):
-                for change in self._decoded(parts, image.schema):
+                for change in self._decoded(_holding(parts, odd), image.schema):
                     if change.piece in fresh:
                         delta.apply(fresh[change.piece], change.content, image.schema.pieces[change.piece].kind)
             for number, bits in fresh.items():
@@ -327,6 +328,12 @@ class Subscriber:
 
     def _place(self, version: Version, schema: Schema, piece: int) -> str:
         return f"{self.format} of version {version.number}, tensor {schema.pieces[piece].tensor}"
+
+
+def _holding(parts: Sequence[Part], pieces: Iterable[int]) -> list[Part]:
+    """Those objects, in rising order of what is in them, that may hold any of the pieces."""
+    firsts = [part.first for part in parts]
+    return [parts[i] for i in sorted({bisect_right(firsts, number) - 1 for number in pieces}) if i >= 0]
 
 
 def _positions(schema: Schema, changes: Mapping[int, Change]) -> dict[str, Positions] | None:
