@@ -279,7 +279,12 @@ def test_a_whole_copy_that_is_not_the_version_is_found(tmp_path: Path, kind: str
         manifest = with_object(store, newest, make, whole=True)
         stream = manifest.streams["bf16"]
         return replace(
-            manifest, streams={"bf16": replace(stream, anchor=stream.anchor * (2 if kind == "twice" else 1))}
+            manifest,
+            streams={
+                "bf16": replace(
+                    stream, anchor=tuple(sorted(stream.anchor * (2 if kind == "twice" else 1), key=lambda p: p.first))
+                )
+            },
         )
 
     republish(store, change)
