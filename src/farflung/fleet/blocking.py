@@ -11,8 +11,8 @@ from typing import TypeVar, cast
 T = TypeVar("T")
 
 
-async def beside(call: Callable[[], T], *, seconds: float) -> T:
-    """What ``call`` returns, from a daemon thread of its own. Raises what it raises, and TimeoutError after ``seconds``.
+async def beside(call: Callable[[], T], *, seconds: float | None) -> T:
+    """What ``call`` returns, from a daemon thread of its own. Raises what it raises, and TimeoutError after ``seconds`` (None: never).
 
     A call that outlives its deadline, or whose caller is cancelled, runs on unheard.
     """

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
-import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from farflung.core.errors import BadInput
 from farflung.core.process import patience
 from farflung.engines.base import Engine
+from farflung.fleet.blocking import beside
 
 if TYPE_CHECKING:
     from farflung.weights.subscriber import Update
@@ -139,28 +138,10 @@ class Reconciler:
     async def _ask(self, call: Callable[[], T]) -> T:
         """One call to the store. Its thread is a daemon, so that a store that hangs cannot keep the process from ending;
         until then it shows in the counters."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
-
-        def settle(value: T | None, error: Exception | None) -> None:
-            if not answer.done():
-                answer.set_exception(error) if error is not None else answer.set_result(cast(T, value))
-
-        def work() -> None:
-            value: T | None = None
-            problem: Exception | None = None
-            try:
-                value = call()
-            except Exception as error:
-                problem = error
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(settle, value, problem)
-
         began = time.monotonic()
         self._calls.add(began)
-        threading.Thread(target=work, daemon=True, name="weight-store").start()
         try:
-            return await answer
+            return await beside(call, seconds=None)
         finally:
             self._calls.discard(began)
 
