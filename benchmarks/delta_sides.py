@@ -31,7 +31,7 @@ class Ours:
         self.schema: Schema = schema_of([self._after], {})
 
     def encode(self, pool: ThreadPoolExecutor) -> list[bytes]:
-        return list(pool.map(self._object, groups(self.schema, range(len(self.schema.pieces)))))
+        return list(pool.map(self._object, groups(self.schema)))
 
     def _object(self, group: Sequence[int]) -> bytes:
         changes = []

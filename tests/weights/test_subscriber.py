@@ -15,6 +15,7 @@ import torch
 from farflung.core.errors import BadInput, Corrupt
 from farflung.weights import Compactor, FolderStore, Missing, Publisher, StoreError, Subscriber, Update
 from farflung.weights import schema as schema_module
+from farflung.weights import staging
 from farflung.weights.history import History
 from farflung.weights.manifest import Seal, manifest_key, object_key
 from farflung.weights.retention import prune
@@ -41,6 +42,12 @@ from tests.weights.parts import (
 FORMATS = ("bf16", "fp8", "mxfp4", "nvfp4")
 
 
+@pytest.fixture
+def all_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions are told however many elements changed: small policies change much at a time."""
+    monkeypatch.setattr(staging, "MOST_CHANGED", 1)
+
+
 @pytest.fixture(params=["memory", "folder"])
 def room(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """What a subscriber is given to keep its bits in memory, or in a folder."""
@@ -55,6 +62,7 @@ def brute(before: Policy, after: Policy) -> dict[str, list[int]]:
     return {name: at for name, at in differing(before, after).items() if name != HEAD}
 
 
+@pytest.mark.usefixtures("all_told")
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_subscriber_follows_and_tells_exactly_what_changed(format: str, room: dict[str, Any]) -> None:
     """Over one delta, over several, over jumps, back over them, and nowhere."""
@@ -221,6 +229,7 @@ def test_damaged_bits_are_found_when_they_are_built_upon_and_made_again(
     assert same(subscriber.fetch(4).tensors, streams(history, format)[4])
 
 
+@pytest.mark.usefixtures("all_told")
 @pytest.mark.parametrize("forwards", [True, False])
 def test_a_fetch_that_dies_while_it_applies_leaves_what_the_next_one_mends(
     forwards: bool, room: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -123,13 +123,8 @@ def make_jump(history: History, version: Version, format: str, span: int) -> Jum
 def _folded(history: History, links: Sequence[Link], schema: Schema) -> Iterator[list[Change]]:
     """Groups of pieces with all that became of them, in order. Memory holds one group's changes of every link."""
     rows = [_Changes(history, link.parts, schema) for link in links]
-    for numbers in groups(schema, range(len(schema.pieces))):
-        group: dict[int, Change] = {}
-        for row in rows:
-            for change in row.take(numbers[-1]):
-                before = group.get(change.piece)
-                kind = schema.pieces[change.piece].kind
-                group[change.piece] = change if before is None else delta.fold(before, change, kind)
+    for numbers in groups(schema):
+        group = delta.fold_all([row.take(numbers[-1]) for row in rows], schema)
         changes = [group[number] for number in sorted(group) if not _cancelled(group[number])]
         if changes:
             yield changes

@@ -18,7 +18,7 @@ changed; 2 whole, the bits themselves, for a piece without a base; 3 ranked, as 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,6 +126,23 @@ def fold(first: Change, second: Change, kind: ElementType) -> Change:
     return Change(second.piece, second.after, _fold(first.content, second.content, kind))
 
 
+def fold_all(rows: Iterable[Iterable[Change]], schema: Schema) -> dict[int, Change]:
+    """Changes of one row after the other, by piece. Rows of like weight are folded first, so that each change is moved as
+    often as the logarithm of the rows says."""
+    done: list[tuple[int, dict[int, Change]]] = []
+    for row in rows:
+        weight, folded = 1, {change.piece: change for change in row}
+        while done and done[-1][0] <= weight:
+            more, before = done.pop()
+            weight += more
+            folded = _both(before, folded, schema)
+        done.append((weight, folded))
+    result: dict[int, Change] = {}
+    for _, folded in reversed(done):
+        result = _both(folded, result, schema)
+    return result
+
+
 def encode(changes: Sequence[Change], schema: Schema) -> Encoded:
     """One object of changes to different pieces, in rising order of their numbers."""
     pieces = [schema.pieces[change.piece] for change in changes]
@@ -154,11 +171,52 @@ def encode(changes: Sequence[Change], schema: Schema) -> Encoded:
     return Encoded(raw, sum(counts), bound)
 
 
-def decode(raw: bytes, schema: Schema, *, where: str) -> list[Change]:
-    """The object's changes. Every number is checked before it is used, every size before memory is taken for it.
+@dataclass(frozen=True, slots=True)
+class Object:
+    """An object whose table was read and checked, and whose planes are as they came. ``counts``: elements that changed."""
 
-    Raises Corrupt with the object and, where one is at fault, the tensor.
-    """
+    where: str
+    schema: Schema
+    numbers: Sequence[int]
+    forms: Sequence[int]
+    counts: Sequence[int]
+    hashes: Sequence[bytes]
+    planes: Mapping[str, Bytes]
+
+    def changes(self) -> list[Change]:
+        """Decoded anew each time. Raises Corrupt with the object and, where one is at fault, the tensor."""
+        arrays, where, forms = dict(self.planes), self.where, self.forms
+        pieces = [self.schema.pieces[number] for number in self.numbers]
+        spans = [p.span(c) for p, form, c in zip(pieces, forms, self.counts, strict=True) if form == SPARSE]
+        found: Iterator[Changes] = iter(unpack(arrays, spans, where))
+        ranked_pieces = [p for p, form in zip(pieces, forms, strict=True) if form == RANKED]
+        ranked = iter(_unpack_ranked(arrays, ranked_pieces, where))
+        take = Planes(arrays, where)
+        items = Counter[tuple[int, int]]()
+        for piece, form in zip(pieces, forms, strict=True):
+            if form in (DENSE, WHOLE):
+                items[form, piece.kind.dtype.itemsize] += piece.items.stop - piece.items.start
+        values = {
+            (form, width): _rows(take, f"{'dense' if form == DENSE else 'whole'}{width}", n, width)
+            for (form, width), n in items.items()
+        }
+        if arrays:
+            raise Corrupt(f"planes that are no part of the form: {sorted(arrays)}", where=where)
+        at = dict.fromkeys(values, 0)
+        changes: list[Change] = []
+        for number, piece, form, after in zip(self.numbers, pieces, forms, self.hashes, strict=True):
+            if form in (SPARSE, RANKED):
+                changes.append(Change(number, after, next(found) if form == SPARSE else next(ranked)))
+                continue
+            key, length = (form, piece.kind.dtype.itemsize), piece.items.stop - piece.items.start
+            bits = values[key][at[key] : at[key] + length]
+            at[key] += length
+            changes.append(Change(number, after, Dense(_unzigzag(bits)) if form == DENSE else Whole(bits)))
+        return changes
+
+
+def read(raw: bytes, schema: Schema, *, where: str) -> Object:
+    """The object without its changes, which come later. Raises Corrupt."""
     header, arrays = frame.decode(raw, where=where)
     if set(header) != {"kind", "pieces"} or header["kind"] != KIND or type(header["pieces"]) is not int:
         raise Corrupt(f"not a {KIND} object: {str(header)[:200]}", where=where)
@@ -166,34 +224,25 @@ def decode(raw: bytes, schema: Schema, *, where: str) -> list[Change]:
     if not 0 <= n <= len(schema.pieces):
         raise Corrupt(f"it is of {n} pieces, the schema has {len(schema.pieces)}", where=where)
     numbers, forms, counts, hashes = _table(arrays, n, schema, where)
-    pieces = [schema.pieces[number] for number in numbers]
-    if (total := sum(piece.nbytes for piece in pieces)) > PIECE_BYTES:
+    if (total := sum(schema.pieces[number].nbytes for number in numbers)) > PIECE_BYTES:
         raise Corrupt(f"its pieces take {total} bytes; at most {PIECE_BYTES}", where=where)
-    spans = [p.span(c) for p, form, c in zip(pieces, forms, counts, strict=True) if form == SPARSE]
-    found: Iterator[Changes] = iter(unpack(arrays, spans, where))
-    ranked = iter(_unpack_ranked(arrays, [p for p, form in zip(pieces, forms, strict=True) if form == RANKED], where))
-    take = Planes(arrays, where)
-    items = Counter[tuple[int, int]]()
-    for piece, form in zip(pieces, forms, strict=True):
-        if form in (DENSE, WHOLE):
-            items[form, piece.kind.dtype.itemsize] += piece.items.stop - piece.items.start
-    values = {
-        (form, width): _rows(take, f"{'dense' if form == DENSE else 'whole'}{width}", n, width)
-        for (form, width), n in items.items()
-    }
-    if arrays:
-        raise Corrupt(f"planes that are no part of the form: {sorted(arrays)}", where=where)
-    at = dict.fromkeys(values, 0)
-    changes: list[Change] = []
-    for number, piece, form, after in zip(numbers, pieces, forms, hashes, strict=True):
-        if form in (SPARSE, RANKED):
-            changes.append(Change(number, after, next(found) if form == SPARSE else next(ranked)))
-            continue
-        key, length = (form, piece.kind.dtype.itemsize), piece.items.stop - piece.items.start
-        bits = values[key][at[key] : at[key] + length]
-        at[key] += length
-        changes.append(Change(number, after, Dense(_unzigzag(bits)) if form == DENSE else Whole(bits)))
-    return changes
+    return Object(where, schema, numbers, forms, counts, hashes, arrays)
+
+
+def decode(raw: bytes, schema: Schema, *, where: str) -> list[Change]:
+    """The object's changes. Every number is checked before it is used, every size before memory is taken for it.
+
+    Raises Corrupt with the object and, where one is at fault, the tensor.
+    """
+    return read(raw, schema, where=where).changes()
+
+
+def _both(first: Mapping[int, Change], second: Mapping[int, Change], schema: Schema) -> dict[int, Change]:
+    both = dict(first)
+    for number, change in second.items():
+        before = first.get(number)
+        both[number] = change if before is None else fold(before, change, schema.pieces[number].kind)
+    return both
 
 
 def _table(

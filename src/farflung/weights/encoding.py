@@ -68,7 +68,8 @@ class Job:
 def encode_section(job: Job, put: Callable[[bytes], Part], threads: int) -> Work:
     """The job's objects, stored by ``put``, which is called from several threads."""
     section, before, schema, numbers = job.section, job.before, job.schema, job.numbers
-    cut = list(groups(schema, numbers))
+    overlaps = (range(max(g.start, numbers.start), min(g.stop, numbers.stop)) for g in groups(schema))
+    cut = [group for group in overlaps if len(group)]
 
     def keep(raw: bytes, first: int) -> Part:
         return replace(put(raw), first=first)

@@ -113,19 +113,16 @@ def cut(name: str, tensor: TensorType, start: int = 0, size: int | None = None) 
         yield Piece(name, start + at, min(most, size - at), tensor.kind)
 
 
-def groups(schema: Schema, pieces: Sequence[int]) -> Iterator[list[int]]:
-    """Pieces in order, in groups of at most PIECE_BYTES."""
-    group: list[int] = []
-    size = 0
-    for piece in pieces:
-        more = schema.pieces[piece].nbytes
-        if group and size + more > PIECE_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(piece)
-        size += more
-    if group:
-        yield group
+def groups(schema: Schema) -> Iterator[range]:
+    """All pieces in order, in groups of at most PIECE_BYTES: what is encoded, decoded and applied at a time."""
+    first = size = 0
+    for number, piece in enumerate(schema.pieces):
+        if number > first and size + piece.nbytes > PIECE_BYTES:
+            yield range(first, number)
+            first, size = number, 0
+        size += piece.nbytes
+    if schema.pieces:
+        yield range(first, len(schema.pieces))
 
 
 def _parse(data: dict[str, Any]) -> Schema:

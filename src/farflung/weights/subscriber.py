@@ -5,34 +5,38 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from farflung.core.errors import Corrupt
-from farflung.weights import changes as sparse
 from farflung.weights import delta, ranked
-from farflung.weights.changes import Changes, Positions
-from farflung.weights.delta import Change, Content, Dense, Whole
+from farflung.weights.delta import Change, Object, Whole
 from farflung.weights.elements import digest
 from farflung.weights.history import History, Link, Version
 from farflung.weights.image import Folder, Image, Room
 from farflung.weights.manifest import Part, Seal, object_key, read_part
 from farflung.weights.ranked import Ranked
 from farflung.weights.retention import Lease
-from farflung.weights.schema import Piece, Schema
+from farflung.weights.schema import Schema
+from farflung.weights.staging import Flat, Group, Staged, Told, changed_elements
 from farflung.weights.store import Missing, Store
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 THREADS = 2
-MOST_CHANGED = 0.25
-"""Of a version's elements: where more may differ, nobody is helped by their positions."""
+FETCHES = 8
+"""Objects of changes fetched at a time; they are kept as they come."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +44,13 @@ class Update:
     """A version, verified. ``tensors`` by every name they were published under, over memory that the next ``fetch`` changes.
 
     ``changed``: flat positions, rising, of the elements that differ from what this subscriber handed out before, for tensors
-    with any; None when it handed out nothing, when more than a quarter may differ, and when tensors came whole. ``bytes``:
-    what was fetched for it. Seconds to stage (fetch and decode) and to apply (and hash).
+    with any; None when it handed out nothing, when more than a sixteenth may differ, and when tensors came whole. ``bytes``:
+    what was fetched for it. Seconds to stage (fetch and check) and to apply (decode, apply and hash).
     """
 
     version: int
     tensors: Mapping[str, Tensor]
-    changed: Mapping[str, Positions] | None
+    changed: Mapping[str, Flat] | None
     bytes: int = 0
     links: int = 0
     stage_seconds: float = 0.0
@@ -57,7 +61,8 @@ class Subscriber:
     """Follows one run in one format. Calls block for as long as the store does; ``newest`` may be asked during ``fetch``.
 
     It hands out whole versions whose hashes are those published, and nothing else. An error while a version is fetched
-    and checked leaves what is held; bits that turn out wrong while they are applied are fetched whole.
+    and checked leaves what is held; bits that turn out wrong while they are applied are fetched whole. Beside the weights,
+    memory holds the objects as they came, and changes of a few groups of pieces (``PIECE_BYTES`` each).
     ``folder``: keep the bits there, for the next process; one subscriber at a time. ``small``: take deltas in fewer bytes where there are such. ``name``: say in the store what is held, so that it is not pruned.
     """
 
@@ -130,19 +135,19 @@ class Subscriber:
             image.torn = set(self._differing(image, image.torn))
         # What changed is told against what was handed out last, which a fetch that failed since may have moved on from.
         known = image is not None and not image.torn and image.root == self._handed
-        changes: Mapping[int, Change] | None = {}
+        told = Told(image.schema) if known and image is not None else None
         if image is None or image.root != root:
-            changes = None if image is None else self._changes(image, wanted)
-            if image is None or changes is None:
-                image, staged = self._join(wanted), time.monotonic()
+            change = None if image is None else self._change(image, wanted)
+            if image is None or change is None:
+                image, told, staged = self._join(wanted), None, time.monotonic()
             else:
                 staged = time.monotonic()
-                self._apply(image, changes, root, backwards=version < image.version)
+                self._apply(image, change, root, told, backwards=version < image.version)
         image.version = version
         if image.torn:
             self._repair(image, wanted)
-            changes = None
-        changed = _positions(image.schema, changes) if known and changes is not None else None
+            told = None
+        changed = None if told is None else told.positions()
         self._room.save(image)
         self._handed = root
         if self._lease is not None:
@@ -150,21 +155,17 @@ class Subscriber:
         spent = staged - began, time.monotonic() - staged
         return Update(version, image.tensors(), changed, self._fetched, self._links, *spent)
 
-    def _changes(self, image: Image, wanted: Version) -> Mapping[int, Change] | None:
-        """What makes the image the wanted version, staged; None where an anchor is the cheaper start, or the only one."""
+    def _change(self, image: Image, wanted: Version) -> Staged | None:
+        """What makes the image the wanted version; None where an anchor is the cheaper start, or the only one."""
         backwards = image.version > wanted.number
         links = None if backwards and image.torn else self._way(image, wanted, backwards=backwards)
         if links is None:
             return None
-        if not backwards:
-            return self._stage(links, image.schema, image)
-        changes = self._stage(links, image.schema)
+        staged = self._stage(links, image.schema, small=not backwards)
         # An object has hashes of what it leads to, and none of what it came from: only sound bits can be taken back.
-        whole = any(isinstance(change.content, Whole) for change in changes.values())
-        if whole or self._differing(image, changes):
+        if backwards and (staged.whole or self._differing(image, staged.after)):
             return None
-        inverse = {n: delta.invert(change.content, image.schema.pieces[n].kind) for n, change in changes.items()}
-        return {n: Change(n, b"", content) for n, content in inverse.items()}
+        return staged
 
     def _way(self, image: Image, wanted: Version, *, backwards: bool) -> Sequence[Link] | None:
         """Links between what is held and what is wanted."""
@@ -218,71 +219,69 @@ class Subscriber:
         if odd := self._differing(image, range(len(schema.pieces))):
             raise Corrupt("it does not have the published hash", where=self._place(anchored, schema, odd[0]))
         if links:
-            self._apply(image, self._stage(links, schema), wanted.stream(self.format).root)
+            self._apply(image, self._stage(links, schema), wanted.stream(self.format).root, None)
         self._image = image
         return image
 
-    def _stage(self, links: Sequence[Link], schema: Schema, image: Image | None = None) -> dict[int, Change]:
-        """What becomes of each piece over all links, fetched, decoded and checked as far as that goes without its bits.
-
-        A single link from an ``image`` may be had in fewer bytes.
-        """
-        staged: dict[int, Change] = {}
+    def _stage(self, links: Sequence[Link], schema: Schema, *, small: bool = False) -> Staged:
+        """The links' objects, fetched and their tables checked. ``small``: a single link may be had in fewer bytes."""
         self._links += len(links)
-        small = links[0].small if self._small and image is not None and len(links) == 1 else ()
-        for link in links:
-            seen: set[int] = set()
-            for change in self._decoded(small or link.parts, schema):
-                if change.piece in seen:
-                    raise Corrupt("two objects hold the same piece", where=f"{self.format} of version {link.stop}")
-                seen.add(change.piece)
-                before, kind = staged.get(change.piece), schema.pieces[change.piece].kind
-                staged[change.piece] = change if before is None else delta.fold(before, change, kind)
-        return staged if image is None else self._placed(staged, image)
+        parts = [link.parts for link in links]
+        if small and self._small and len(links) == 1 and links[0].small:
+            parts = [links[0].small]
 
-    def _placed(self, changes: Mapping[int, Change], image: Image) -> dict[int, Change]:
-        """Ranked changes by the positions of what they change. Torn pieces have none; they are repaired, not changed."""
+        def read(part: Part) -> Object:
+            raw = read_part(self._store, self._history.run, part)
+            return delta.read(raw, schema, where=f"object {object_key(self._history.run, part)}")
 
-        def settle(change: Change) -> Change:
-            if not isinstance(change.content, Ranked):
-                return change
-            bits = image.piece(change.piece)
-            place = f"{self.format} of version {image.version}, tensor {image.schema.pieces[change.piece].tensor}"
-            none = Changes(np.zeros(0, np.int64), np.zeros(0, bits.dtype))
-            torn = change.piece in image.torn
-            return Change(change.piece, change.after, none if torn else ranked.place(bits, change.content, place))
+        self._fetched += sum(part.nbytes for each in parts for part in each)
+        objects = _ahead(read, [part for each in parts for part in each], FETCHES)
+        names = [f"{self.format} of version {link.stop}" for link in links]
+        return Staged(schema, ((name, islice(objects, len(each))) for name, each in zip(names, parts, strict=True)))
 
-        with ThreadPoolExecutor(self._threads) as pool:
-            return dict(zip(changes, pool.map(settle, changes.values()), strict=True))
-
-    def _apply(self, image: Image, changes: Mapping[int, Change], root: str, *, backwards: bool = False) -> None:
+    def _apply(self, image: Image, staged: Staged, root: str, told: Told | None, *, backwards: bool = False) -> None:
         """Apply changes in place; pieces that come out wrong are torn, and so are all of them for as long as it lasts.
 
         Forwards, the hashes are known and settled first: they must give the root. Backwards they are found.
         """
         hashes = list(image.hashes)
-        for number, change in changes.items():
-            hashes[number] = change.after
+        for number, hash in staged.after.items():
+            hashes[number] = hash
         if not backwards and image.schema.root(hashes) != root:
             raise Corrupt("the changes do not lead to the published weights", where=f"{self.format}, root {root}")
-        sound = [number for number in changes if number not in image.torn]
-        image.torn |= set(changes)
+        sound = staged.after.keys() - image.torn
+        image.torn |= staged.after.keys()
 
-        def settle(number: int) -> bytes:
-            delta.apply(image.piece(number), changes[number].content, image.schema.pieces[number].kind)
-            return digest(image.piece(number))
+        def settle(group: Group) -> list[tuple[int, bytes, Flat | None]]:
+            return [self._settle(image, c, told, backwards) for c in group.changes() if c.piece in sound]
 
-        with ThreadPoolExecutor(self._threads) as pool:
-            found = dict(zip(sound, pool.map(settle, sound), strict=True))
-        if backwards:
-            for number in sound:
-                hashes[number] = found[number]
-            if image.schema.root(hashes) != root:
-                raise Corrupt(
-                    "the changes do not lead back to the published weights", where=f"{self.format}, root {root}"
-                )
+        wrong = set[int]()
+        for settled in _ahead(settle, staged.groups, self._threads):
+            for number, hash, elements in settled:
+                if backwards:
+                    hashes[number] = hash
+                if told is not None:
+                    told.add(number, elements)
+                if hash != hashes[number]:
+                    wrong.add(number)
+        if backwards and image.schema.root(hashes) != root:
+            what = "the changes do not lead back to the published weights"
+            raise Corrupt(what, where=f"{self.format}, root {root}")
         image.hashes = hashes
-        image.torn -= {number for number in sound if found[number] == hashes[number]}
+        image.torn -= sound - wrong
+
+    def _settle(
+        self, image: Image, change: Change, told: Told | None, backwards: bool
+    ) -> tuple[int, bytes, Flat | None]:
+        """Change a piece; its hash then, and which elements changed."""
+        piece, bits, content = image.schema.pieces[change.piece], image.piece(change.piece), change.content
+        if isinstance(content, Ranked):
+            place = f"{self.format} of version {image.version}, tensor {piece.tensor}"
+            content = ranked.place(bits, content, place)
+        elif backwards:
+            content = delta.invert(content, piece.kind)
+        delta.apply(bits, content, piece.kind)
+        return change.piece, digest(bits), None if told is None else changed_elements(content, piece)
 
     def _repair(self, image: Image, wanted: Version) -> None:
         """Torn pieces whose bits are those of the version after all stay; the others are made again, from the anchor."""
@@ -314,12 +313,9 @@ class Subscriber:
             raw = read_part(self._store, self._history.run, part)
             return delta.decode(raw, schema, where=f"object {object_key(self._history.run, part)}")
 
-        with ThreadPoolExecutor(self._threads) as pool:
-            for at in range(0, len(parts), self._threads):
-                batch = parts[at : at + self._threads]
-                self._fetched += sum(part.nbytes for part in batch)
-                for changes in pool.map(read, batch):
-                    yield from changes
+        self._fetched += sum(part.nbytes for part in parts)
+        for changes in _ahead(read, parts, self._threads):
+            yield from changes
 
     def _schema(self, part: Part) -> Schema:
         where = f"schema {object_key(self._history.run, part)}"
@@ -336,25 +332,17 @@ def _holding(parts: Sequence[Part], pieces: Iterable[int]) -> list[Part]:
     return [parts[i] for i in sorted({bisect_right(firsts, number) - 1 for number in pieces}) if i >= 0]
 
 
-def _positions(schema: Schema, changes: Mapping[int, Change]) -> dict[str, Positions] | None:
-    """Which elements of each tensor changed; None where a piece came whole, or most is new."""
-    total = sum(piece.size for piece in schema.pieces)
-    if sum(_count(change.content, schema.pieces[n]) for n, change in changes.items()) > MOST_CHANGED * total:
-        return None
-    found: dict[str, list[Positions]] = {}
-    for number in sorted(changes):
-        piece = schema.pieces[number]
-        match changes[number].content:
-            case Changes(positions):
-                at = positions
-            case Dense(steps):
-                at = sparse.find(np.zeros_like(steps), steps, piece.kind).positions
-            case Whole() | Ranked():
-                return None
-        if len(at):
-            found.setdefault(piece.tensor, []).append(at + piece.start)
-    return {tensor: np.concatenate(parts) for tensor, parts in found.items()}
-
-
-def _count(content: Content, piece: Piece) -> int:
-    return len(content) if isinstance(content, Changes) else piece.size
+def _ahead(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+    """Results in the order of items, of which no more than ``threads`` are at work or wait to be taken."""
+    with ThreadPoolExecutor(threads) as pool:
+        running: deque[Future[Result]] = deque()
+        try:
+            for item in items:
+                running.append(pool.submit(work, item))
+                if len(running) == threads:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        finally:
+            for future in running:
+                future.cancel()
