@@ -6,7 +6,7 @@ two changes in a row are one whose steps are their sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,10 @@ import numpy.typing as npt
 from farflung.weights import kernels
 from farflung.weights.elements import Bits, ElementType
 
-Positions = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint64]
-WORDS = 1 << 17
-"""Eight-byte words that numpy compares at a time, so that the result stays in a core's cache."""
+Positions = npt.NDArray[np.int32]
+"""Of elements in an array; a piece has at most 2^27 of them."""
+BLOCK = 4 << 20
+"""Bytes that are compared at a time, so that a second look at them need not go to memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +33,65 @@ class Changes:
         return len(self.positions)
 
 
-def find(before: Bits, after: Bits, kind: ElementType) -> Changes:
-    """What turns ``before`` into ``after``: contiguous arrays of the same length."""
-    items, steps = _differing(before, after)
+class Room:
+    """Memory that the changes of several arrays are written into, one after the other.
+
+    Enough for the worst case; what is not written to is never taken. Taking memory anew each time would cost as much as
+    finding the changes.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """``nbytes``: of the arrays together."""
+        self._positions = np.empty(nbytes + kernels.BURST, np.int32)
+        self._steps = np.empty(nbytes + 8 * kernels.BURST, np.uint8)
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin again; changes that lie here are no more."""
+        self._at = self._byte = 0
+
+    def rest(self, dtype: np.dtype[Any]) -> tuple[Positions, Bits]:
+        """What is left, for steps of a type."""
+        self._byte += -self._byte % dtype.itemsize
+        left = self._steps[self._byte :]
+        return self._positions[self._at :], left[: len(left) // dtype.itemsize * dtype.itemsize].view(dtype)
+
+    def keep(self, changes: Changes) -> None:
+        """These were written to the beginning of the rest."""
+        self._at += len(changes)
+        self._byte += changes.steps.nbytes
+
+
+def find(
+    before: Bits,
+    after: Bits,
+    kind: ElementType,
+    *,
+    room: Room | None = None,
+    look: Callable[[Bits], object] | None = None,
+) -> Changes:
+    """What turns ``before`` into ``after``: contiguous arrays of the same length.
+
+    ``look`` is given all of ``after``, part by part, while it is in a core's cache.
+    """
+    room = room or Room(before.nbytes)
+    items, steps = room.rest(before.dtype)
+    compiled, block, n = kernels.worth(len(before)), BLOCK // before.itemsize, 0
+    for start in range(0, len(before), block):
+        old, new = before[start : start + block], after[start : start + block]
+        if compiled:
+            n += kernels.finder()(old, new, start, items[n:], steps[n:])
+        else:
+            at, by = _compare(old, new)
+            items[n : n + len(at)], steps[n : n + len(at)] = at + start, by
+            n += len(at)
+        if look is not None:
+            look(new)
     if kind.bits == 4:
-        old, new = before[items], after[items]
-        low, high = ((new & 15) - (old & 15)) & 15, ((new >> 4) - (old >> 4)) & 15
-        steps = np.stack([low, high], 1).reshape(-1).astype(np.uint8)
-        positions = np.stack([2 * items, 2 * items + 1], 1).reshape(-1)
-        changed = steps != 0
-        return Changes(positions[changed], steps[changed])
-    return Changes(items, steps)
+        return _halves(before, after, items[:n])
+    changes = Changes(items[:n], steps[:n])
+    room.keep(changes)
+    return changes
 
 
 def apply(array: Bits, changes: Changes, kind: ElementType) -> None:
@@ -58,7 +106,7 @@ def apply(array: Bits, changes: Changes, kind: ElementType) -> None:
             array[at] = (old & (0xF0 >> shift)) | (code << shift)
         return
     if kernels.worth(len(array)):
-        kernels.compiled(kernels.add)(array, changes.positions, changes.steps)
+        kernels.adder()(array, changes.positions, changes.steps)
         return
     array[changes.positions] += changes.steps
 
@@ -85,40 +133,27 @@ def _modulo(steps: Bits, kind: ElementType) -> Bits:
     return steps & steps.dtype.type(15) if kind.bits == 4 else steps
 
 
-def _differing(before: Bits, after: Bits) -> tuple[Positions, Bits]:
-    """Indices of items that differ, and by how much. Whole words first: most are equal, and one comparison settles several
-    items."""
-    per_word = 8 // before.itemsize
-    aligned = len(before) // per_word * per_word
-    old, new = before[:aligned].view(np.uint64), after[:aligned].view(np.uint64)
-    look = _compiled if kernels.worth(len(before)) else _plain
-    found = list(look(old, new, before.dtype, per_word))
-    if aligned < len(before):
-        tail = after[aligned:] - before[aligned:]
+def _halves(before: Bits, after: Bits, items: Positions) -> Changes:
+    """Of bytes that differ, the 4-bit elements that do."""
+    old, new = before[items], after[items]
+    low, high = ((new & 15) - (old & 15)) & 15, ((new >> 4) - (old >> 4)) & 15
+    steps = np.stack([low, high], 1).reshape(-1).astype(np.uint8)
+    positions = np.stack([2 * items, 2 * items + 1], 1).reshape(-1)
+    changed = steps != 0
+    return Changes(positions[changed], steps[changed])
+
+
+def _compare(old: Bits, new: Bits) -> tuple[npt.NDArray[np.int64], Bits]:
+    """Which items differ, and by how much. Whole words first: most are equal, and one comparison settles several items."""
+    per_word = 8 // old.itemsize
+    shift, aligned = per_word.bit_length() - 1, len(old) // per_word * per_word
+    a, b = old[:aligned].view(np.uint64), new[:aligned].view(np.uint64)
+    words = np.flatnonzero(a != b)
+    steps = b[words].view(old.dtype) - a[words].view(old.dtype)
+    odd = np.flatnonzero(steps)
+    items, steps = (words[odd >> shift] << shift) + (odd & (per_word - 1)), steps[odd]
+    if aligned < len(old):
+        tail = new[aligned:] - old[aligned:]
         odd = np.flatnonzero(tail)
-        found.append((odd + aligned, tail[odd]))
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        return np.zeros(0, np.int64), np.zeros(0, before.dtype)
-    return np.concatenate([items for items, _ in found]), np.concatenate([steps for _, steps in found])
-
-
-def _plain(old: Words, new: Words, dtype: np.dtype[Any], per_word: int) -> Iterator[tuple[Positions, Bits]]:
-    shift = per_word.bit_length() - 1
-    differs = np.empty(WORDS, np.bool_)
-    for start in range(0, len(old), WORDS):
-        a, b = old[start : start + WORDS], new[start : start + WORDS]
-        words = np.flatnonzero(np.not_equal(a, b, out=differs[: len(a)]))
-        if len(words):
-            steps = b[words].view(dtype) - a[words].view(dtype)
-            odd = np.flatnonzero(steps != 0)
-            yield ((words[odd >> shift] + start) << shift) + (odd & (per_word - 1)), steps[odd]
-
-
-def _compiled(old: Words, new: Words, dtype: np.dtype[Any], per_word: int) -> Iterator[tuple[Positions, Bits]]:
-    # Room for the worst case; memory that is not written to is never taken.
-    items, steps = np.empty(len(old) * per_word + 1, np.int64), np.empty(len(old) * per_word + 1, dtype)
-    n = kernels.finder(per_word)(old, new, old.view(dtype), new.view(dtype), items, steps)
-    # Copies, so that the room goes back and is there, warm, for the next piece.
-    yield items[:n].copy(), steps[:n].copy()
+        items, steps = np.concatenate([items, odd + aligned]), np.concatenate([steps, tail[odd]])
+    return items, steps

@@ -22,12 +22,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 
 from farflung.core import frame
 from farflung.core.errors import BadInput, Corrupt
 from farflung.weights import changes as sparse
 from farflung.weights.changes import Changes
-from farflung.weights.elements import ELEMENT_TYPES, Bits, Bytes, ElementType, digest
+from farflung.weights.elements import ELEMENT_TYPES, Bits, Bytes, ElementType
 from farflung.weights.planes import Planes, Span, compress, decompress, entropy_bytes, pack, symbols_bytes, unpack
 from farflung.weights.ranked import CLASSES, WORTH_SIZE, Ranked, place, rank
 from farflung.weights.schema import PIECE_BYTES, Piece, Schema
@@ -78,12 +79,15 @@ class Encoded:
     bound: float
 
 
-def compare(number: int, piece: Piece, before: Bits, after: Bits) -> Change | None:
-    """What turns a piece's bits into others; None if they are the same."""
-    changes = sparse.find(before, after, piece.kind)
+def compare(number: int, piece: Piece, before: Bits, after: Bits, room: sparse.Room | None = None) -> Change | None:
+    """What turns a piece's bits into others; None if they are the same. ``room``: where to write that."""
+    hasher = xxhash.xxh3_128()
+    changes = sparse.find(
+        before, after, piece.kind, room=room, look=lambda part: hasher.update(part.view(np.uint8).data)
+    )
     if not len(changes):
         return None
-    hash = digest(after)
+    hash = hasher.digest()
     if len(changes) <= DENSE_SHARE * piece.size:
         return Change(number, hash, changes)
     return Change(number, hash, Dense(_difference(after, before, piece.kind)))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from typing import Any
 
 from farflung.weights import delta
+from farflung.weights.changes import Room
 from farflung.weights.delta import Change, Whole
 from farflung.weights.elements import digest
 from farflung.weights.manifest import Part
-from farflung.weights.schema import Schema, groups
+from farflung.weights.schema import PIECE_BYTES, Schema, groups
 from farflung.weights.streams import Section
 
 
@@ -38,14 +40,19 @@ class Work:
     def of(ranks: Sequence[Sequence[Any]]) -> Work:
         """All ranks' work on a section, in the order of ranks."""
         work = Work([])
-        for hashes, parts, anchor, small, changed, bound in ranks:
-            work.hashes += [bytes.fromhex(hash) for hash in hashes]
-            work.parts += [Part(*part) for part in parts]
-            work.anchor += [Part(*part) for part in anchor]
-            work.small += [Part(*part) for part in small]
-            work.changed += changed
-            work.bound += bound
+        for hashes, *objects, changed, bound in ranks:
+            parts, anchor, small = ([Part(*part) for part in listed] for listed in objects)
+            work.add(Work([bytes.fromhex(hash) for hash in hashes], parts, anchor, small, changed, bound))
         return work
+
+    def add(self, more: Work) -> None:
+        """The work on the pieces that follow."""
+        self.hashes += more.hashes
+        self.parts += more.parts
+        self.anchor += more.anchor
+        self.small += more.small
+        self.changed += more.changed
+        self.bound += more.bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,49 +74,59 @@ class Job:
 
 def encode_section(job: Job, put: Callable[[bytes], Part], threads: int) -> Work:
     """The job's objects, stored by ``put``, which is called from several threads."""
-    section, before, schema, numbers = job.section, job.before, job.schema, job.numbers
-    overlaps = (range(max(g.start, numbers.start), min(g.stop, numbers.stop)) for g in groups(schema))
+    numbers, section, pieces = job.numbers, job.section, job.schema.pieces
+    overlaps = (range(max(g.start, numbers.start), min(g.stop, numbers.stop)) for g in groups(job.schema))
     cut = [group for group in overlaps if len(group)]
+    rooms = SimpleQueue[Room]()
+    for _ in range(threads):
+        rooms.put(Room(PIECE_BYTES))
 
-    def keep(raw: bytes, first: int) -> Part:
-        return replace(put(raw), first=first)
-
-    def delta_of(group: Sequence[int]) -> tuple[list[Change], Part | None, Part | None, int, float]:
-        assert before is not None
-        changes: list[Change] = []
-        for number in group:
-            piece = schema.pieces[number]
-            change = delta.compare(number, piece, before.bits(piece), section.bits(piece))
-            if change is not None:
-                changes.append(change)
-        if not changes:
-            return [], None, None, 0, 0.0
-        encoded, small = delta.encode(changes, schema), None
-        if job.small:
-            pieces = [(change, schema.pieces[change.piece]) for change in changes]
-            ranked = [delta.smaller(change, piece, before.bits(piece)) for change, piece in pieces]
-            small = keep(delta.encode(ranked, schema).raw, changes[0].piece)
-        return changes, keep(encoded.raw, changes[0].piece), small, encoded.changed, encoded.bound
-
-    def whole_of(group: Sequence[int]) -> Part:
-        changes = [Change(n, work.hashes[n - numbers.start], Whole(section.bits(schema.pieces[n]))) for n in group]
-        return keep(delta.encode(changes, schema).raw, group[0])
+    def changed(group: range) -> Work:
+        room = rooms.get()
+        room.clear()
+        try:
+            return _changed(job, group, put, room)
+        finally:
+            rooms.put(room)
 
     with ThreadPoolExecutor(threads) as pool:
-        if before is None or job.hashes is None:
-            pieces = (schema.pieces[number] for number in numbers)
-            work = Work(list(pool.map(lambda piece: digest(section.bits(piece)), pieces)))
+        if job.before is None or job.hashes is None:
+            work = Work(list(pool.map(lambda number: digest(section.bits(pieces[number])), numbers)))
         else:
-            work = Work(list(job.hashes))
-            for changes, part, small, changed, bound in pool.map(delta_of, cut):
-                for change in changes:
-                    work.hashes[change.piece - numbers.start] = change.after
-                if part is not None:
-                    work.parts.append(part)
-                if small is not None:
-                    work.small.append(small)
-                work.changed += changed
-                work.bound += bound
+            work = Work([])
+            for one in pool.map(changed, cut):
+                work.add(one)
         if job.whole:
-            work.anchor = list(pool.map(whole_of, cut))
+            work.anchor = list(pool.map(lambda group: _whole(job, group, work.hashes, put), cut))
     return work
+
+
+def _changed(job: Job, group: range, put: Callable[[bytes], Part], room: Room) -> Work:
+    """What changed in some pieces."""
+    assert job.before is not None
+    assert job.hashes is not None
+    schema, first = job.schema, job.numbers.start
+    work = Work(list(job.hashes[group.start - first : group.stop - first]))
+    changes: list[Change] = []
+    for number in group:
+        piece = schema.pieces[number]
+        change = delta.compare(number, piece, job.before.bits(piece), job.section.bits(piece), room)
+        if change is not None:
+            changes.append(change)
+            work.hashes[number - group.start] = change.after
+    if changes:
+        encoded = delta.encode(changes, schema)
+        work.parts = [replace(put(encoded.raw), first=changes[0].piece)]
+        work.changed, work.bound = encoded.changed, encoded.bound
+    if changes and job.small:
+        pieces = [(change, schema.pieces[change.piece]) for change in changes]
+        ranked = [delta.smaller(change, piece, job.before.bits(piece)) for change, piece in pieces]
+        work.small = [replace(put(delta.encode(ranked, schema).raw), first=changes[0].piece)]
+    return work
+
+
+def _whole(job: Job, group: range, hashes: Sequence[bytes], put: Callable[[bytes], Part]) -> Part:
+    """Some pieces as they are."""
+    pieces = ((number, hashes[number - job.numbers.start], job.schema.pieces[number]) for number in group)
+    changes = [Change(number, hash, Whole(job.section.bits(piece))) for number, hash, piece in pieces]
+    return replace(put(delta.encode(changes, job.schema).raw), first=group.start)

@@ -10,8 +10,14 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
+import numpy as np
+
 WORTH_ITEMS = 1 << 20
 """Arrays of fewer items are left to numpy."""
+BURST = 4
+"""Changes that ``finder`` writes of each 64 items, wherever more than one in 256 changes."""
+AHEAD = 128
+"""Changes between asking for a place in memory and writing to it."""
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
@@ -41,36 +47,134 @@ def compiled(function: Kernel) -> Kernel:
 
 
 @cache
-def finder(per_word: int) -> Callable[..., int]:
-    """Finds where items differ and by how much, ``per_word`` items to a word of eight bytes: a constant, as it unrolls a loop.
+def finder() -> Callable[..., int]:
+    """Finds where items differ and by how much; returns how many. ``items``, which count from ``first``, and ``steps`` have room
+    for all items and BURST more.
 
-    ``items`` and ``steps`` have room for one more than there are items: a step is written before it is known to be one.
+    64 items are compared by vector instructions, into a word with a bit for each. Where many words have some bits, as many
+    as most have are written without a look at how many there are: a wrong guess of the processor costs more than that.
     """
+    differing, lowest, ones = _vector_intrinsics()
+    burst, run = BURST, 64
 
-    def find(words_before, words_after, before, after, items, steps):  # type: ignore[no-untyped-def]
-        n = 0
-        for word in range(words_before.size):
-            if words_before[word] != words_after[word]:
-                at = word * per_word
-                for item in range(per_word):
-                    step = after[at + item] - before[at + item]
-                    items[n] = at + item
-                    steps[n] = step
-                    n += step != 0
+    def find(before, after, first, items, steps):  # type: ignore[no-untyped-def]
+        n = block = 0
+        blocks = before.size // 64
+        dense = False
+        while block < blocks:
+            stop, begun = min(blocks, block + run), n
+            for at in range(64 * block, 64 * stop, 64):
+                word = differing(before, after, at)
+                k, end = n, n + ones(word)
+                if dense:
+                    for _ in range(burst):
+                        item = at + (lowest(word) & 63)
+                        items[k] = first + item
+                        steps[k] = after[item] - before[item]
+                        k += 1
+                        word &= word - np.uint64(1)
+                while word:
+                    item = at + lowest(word)
+                    items[k] = first + item
+                    steps[k] = after[item] - before[item]
+                    k += 1
+                    word &= word - np.uint64(1)
+                n = end
+            block, dense = stop, n - begun > run // 4
+        for item in range(64 * blocks, before.size):
+            items[n] = first + item
+            steps[n] = after[item] - before[item]
+            n += before[item] != after[item]
         return n
 
     kernel: Callable[..., int] = compiled(find)
     return kernel
 
 
-def add(array, positions, steps):  # type: ignore[no-untyped-def]
-    """``array[positions] += steps``, modulo its width."""
-    for i in range(positions.size):
-        array[positions[i]] += steps[i]
+@cache
+def _vector_intrinsics() -> tuple[Any, Any, Any]:
+    """What LLVM makes vector instructions of, on any processor: which of 64 items differ, a word's lowest bit, and how many."""
+    from llvmlite import ir
+    from numba import types
+    from numba.extending import intrinsic
+
+    @intrinsic
+    def differing(context, before, after, at):  # type: ignore[no-untyped-def]
+        width = before.dtype.bitwidth
+        vector = ir.VectorType(ir.IntType(width), 64)
+
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            loaded = []
+            for type, array in zip(signature.args[:2], arguments[:2], strict=True):
+                first = context.make_array(type)(context, builder, array).data
+                place = builder.bitcast(builder.gep(first, [arguments[2]]), vector.as_pointer())
+                loaded.append(builder.load(place, align=width // 8))
+            return builder.bitcast(builder.icmp_unsigned("!=", *loaded), ir.IntType(64))
+
+        return types.uint64(before, after, types.int64), generate
+
+    @intrinsic
+    def lowest(context, word):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+        return types.int64(types.uint64), generate
+
+    @intrinsic
+    def ones(context, word):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            return builder.ctpop(arguments[0])
+
+        return types.int64(types.uint64), generate
+
+    return differing, lowest, ones
+
+
+@cache
+def adder() -> Callable[..., None]:
+    """``array[positions] += steps``, modulo its width. Memory is asked for AHEAD changes before it is needed: no processor
+    foresees such places by itself."""
+    prefetch, ahead = _prefetch_intrinsic(), AHEAD
+
+    def add(array, positions, steps):  # type: ignore[no-untyped-def]
+        foreseen = max(0, positions.size - ahead)
+        for i in range(foreseen):
+            prefetch(array, np.int64(positions[i + ahead]))
+            array[positions[i]] += steps[i]
+        for i in range(foreseen, positions.size):
+            array[positions[i]] += steps[i]
+
+    kernel: Callable[..., None] = compiled(add)
+    return kernel
+
+
+@cache
+def _prefetch_intrinsic() -> Any:
+    """Begins to bring an item that will be written into the cache."""
+    from llvmlite import ir
+    from numba import types
+    from numba.extending import intrinsic
+
+    @intrinsic
+    def prefetch(context, array, item):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            number = ir.IntType(32)
+            first = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+            place = builder.bitcast(builder.gep(first, [arguments[1]]), ir.IntType(8).as_pointer())
+            kind = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
+            to_write, near, data = number(1), number(3), number(1)
+            builder.call(
+                builder.module.declare_intrinsic("llvm.prefetch", [place.type], kind), [place, to_write, near, data]
+            )
+            return context.get_dummy_value()
+
+        return types.void(array, types.int64), generate
+
+    return prefetch
 
 
 def pack(positions, steps, bits, low_bits, control, low, gaps, codes, seen):  # type: ignore[no-untyped-def]
-    """One piece's planes; ``low`` is [4, changes]. Returns how many gaps and codes did not fit in the control plane.
+    """One piece's planes; ``low`` are four. Returns how many gaps and codes did not fit in the control plane.
 
     ``seen`` counts the codes, the last of it all that are larger.
     """
@@ -78,13 +182,18 @@ def pack(positions, steps, bits, low_bits, control, low, gaps, codes, seen):  # 
     before = -1
     sign, mask = 1 << (bits - 1), (1 << bits) - 1
     first, last = (1 << min(8, low_bits)) - 1, seen.size - 1
+    low0, low1, low2, low3 = low
     for i in range(positions.size):
         gap = positions[i] - before - 1
         before = positions[i]
-        low[0, i] = gap & first
+        if low_bits > 0:
+            low0[i] = gap & first
         if low_bits > 8:
-            for plane in range(1, (low_bits + 7) // 8):
-                low[plane, i] = (gap >> (8 * plane)) & ((1 << min(8, low_bits - 8 * plane)) - 1)
+            low1[i] = (gap >> 8) & ((1 << min(8, low_bits - 8)) - 1)
+        if low_bits > 16:
+            low2[i] = (gap >> 16) & ((1 << min(8, low_bits - 16)) - 1)
+        if low_bits > 24:
+            low3[i] = (gap >> 24) & ((1 << (low_bits - 24)) - 1)
         top = gap >> low_bits
         signed = ((int(steps[i]) ^ sign) & mask) - sign
         code = (((signed << 1) ^ (signed >> 63)) & mask) - 1
@@ -102,13 +211,14 @@ def pack(positions, steps, bits, low_bits, control, low, gaps, codes, seen):  # 
 
 
 def unpack(control, low, gaps, codes, bits, low_bits, size, positions, steps):  # type: ignore[no-untyped-def]
-    """The way back: positions and steps; ``low`` is [4, changes] of what there is, else zeros.
+    """The way back: positions and steps.
 
     Returns how many gaps and codes were taken, or -1 (an index) or -2 (a step) and which change is out of range.
     """
     taken_gaps = taken_codes = 0
     at = -1
     limit, most = (1 << bits) - 1, size >> low_bits
+    low0, low1, low2, low3 = low
     for i in range(control.size):
         top = int(control[i]) >> 4
         code = int(control[i]) & 15
@@ -118,9 +228,15 @@ def unpack(control, low, gaps, codes, bits, low_bits, size, positions, steps):  
         if code == 15:
             code += codes[taken_codes]
             taken_codes += 1
-        gap = (top << low_bits) | int(low[0, i])
+        gap = top << low_bits
+        if low_bits > 0:
+            gap |= int(low0[i])
         if low_bits > 8:
-            gap |= (int(low[1, i]) << 8) | (int(low[2, i]) << 16) | (int(low[3, i]) << 24)
+            gap |= int(low1[i]) << 8
+        if low_bits > 16:
+            gap |= int(low2[i]) << 16
+        if low_bits > 24:
+            gap |= int(low3[i]) << 24
         at += gap + 1
         if top > most or at >= size:
             return -1, i

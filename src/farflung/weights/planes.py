@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ import zstandard
 
 from farflung.core.errors import Corrupt
 from farflung.weights import kernels
-from farflung.weights.changes import Changes, Positions
+from farflung.weights.changes import Changes
 from farflung.weights.elements import Bits, Bytes, ElementType
 
 LEVEL = 1
@@ -34,7 +34,6 @@ ESCAPE = 15
 CODES = 256
 
 UInt32 = npt.NDArray[np.uint32]
-Number = TypeVar("Number", np.uint8, np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +65,19 @@ class Packed:
 def pack(spans: Sequence[Span], changes: Sequence[Changes]) -> tuple[dict[str, Bytes], npt.NDArray[np.int64]]:
     """Compressed planes, and how often each step's code came ([256], the last for all that are larger)."""
     seen = np.zeros(CODES, np.int64)
-    packed = [_pack(span, change, seen) for span, change in zip(spans, changes, strict=True) if len(change)]
-    planes = {"control": _join([part.control for part in packed], np.uint8)}
-    for i in range(4):
-        planes[f"low{i}"] = _join([part.low[i] for part in packed], np.uint8)
-    planes |= _split("gap", _join([part.gaps for part in packed], np.uint32))
-    planes |= _split("step", _join([part.codes for part in packed], np.uint32))
+    control, *low = (
+        np.empty(sum(s.count for s in spans if s.low_bits > bits), np.uint8) for bits in (-1, 0, 8, 16, 24)
+    )
+    gaps, codes = [], []
+    at, at_low = 0, [0] * 4
+    for span, change in zip(spans, changes, strict=True):
+        own = [low[i][at_low[i] : at_low[i] + span.count * (span.low_bits > 8 * i)] for i in range(4)]
+        escaped = _pack(span, change, control[at : at + span.count], own, seen)
+        at, at_low = at + span.count, [a + len(part) for a, part in zip(at_low, own, strict=True)]
+        gaps.append(escaped[0])
+        codes.append(escaped[1])
+    planes = {"control": control} | {f"low{i}": plane for i, plane in enumerate(low)}
+    planes |= _split("gap", _join(gaps)) | _split("step", _join(codes))
     return {name: compress(plane) for name, plane in planes.items() if len(plane)}, seen
 
 
@@ -83,53 +89,48 @@ def unpack(planes: dict[str, Bytes], spans: Sequence[Span], where: str) -> list[
     low = [
         take.plane(f"low{i}", sum(s.count for s, k in zip(spans, widths, strict=True) if k > 8 * i)) for i in range(4)
     ]
-    gaps = take.numbers("gap", int(np.count_nonzero(control >> 4 == ESCAPE)))
-    codes = take.numbers("step", int(np.count_nonzero(control & ESCAPE == ESCAPE)))
+    controls = [control[end - s.count : end] for s, end in zip(spans, accumulate(s.count for s in spans), strict=True)]
+    n_gaps = [int(np.count_nonzero(part >= ESCAPE << 4)) for part in controls]
+    n_codes = [int(np.count_nonzero(part & ESCAPE == ESCAPE)) for part in controls]
+    gaps, codes = take.numbers("gap", sum(n_gaps)), take.numbers("step", sum(n_codes))
     changes: list[Changes] = []
-    at, at_low, at_gap, at_code = 0, [0] * 4, 0, 0
-    for span, width in zip(spans, widths, strict=True):
-        here = control[at : at + span.count]
-        at += span.count
+    at_low, at_gap, at_code = [0] * 4, 0, 0
+    for i, (span, width) in enumerate(zip(spans, widths, strict=True)):
         parts: list[Bytes] = []
-        for i in range(4):
-            n = span.count if width > 8 * i else 0
-            parts.append(low[i][at_low[i] : at_low[i] + n])
-            at_low[i] += n
-        n_gaps = int(np.count_nonzero(here >> 4 == ESCAPE))
-        n_codes = int(np.count_nonzero(here & ESCAPE == ESCAPE))
-        packed = Packed(here, parts, gaps[at_gap : at_gap + n_gaps], codes[at_code : at_code + n_codes])
-        at_gap, at_code = at_gap + n_gaps, at_code + n_codes
-        changes.append(_unpack(span, packed, where))
+        for plane in range(4):
+            n = span.count if width > 8 * plane else 0
+            parts.append(low[plane][at_low[plane] : at_low[plane] + n])
+            at_low[plane] += n
+        own = gaps[at_gap : at_gap + n_gaps[i]], codes[at_code : at_code + n_codes[i]]
+        at_gap, at_code = at_gap + n_gaps[i], at_code + n_codes[i]
+        changes.append(_unpack(span, Packed(controls[i], parts, *own), where))
     return changes
 
 
-def _pack(span: Span, changes: Changes, seen: npt.NDArray[np.int64]) -> Packed:
-    """Planes of one piece; counts its codes in ``seen``."""
+def _pack(
+    span: Span, changes: Changes, control: Bytes, low: Sequence[Bytes], seen: npt.NDArray[np.int64]
+) -> tuple[UInt32, UInt32]:
+    """Write one piece's planes; count its codes in ``seen``. Gaps and codes that escaped."""
     n, k = len(changes), span.low_bits
-    used = (k + 7) // 8
     if kernels.worth(span.size):
-        control, low = np.empty(n, np.uint8), np.empty((4, n), np.uint8)
         gaps, codes = np.empty(n, np.uint32), np.empty(n, np.uint32)
         run = kernels.compiled(kernels.pack)
-        n_gaps, n_codes = run(changes.positions, changes.steps, span.kind.bits, k, control, low, gaps, codes, seen)
-        return Packed(control, [low[i, : n * (i < used)] for i in range(4)], gaps[:n_gaps], codes[:n_codes])
+        taken = run(changes.positions, changes.steps, span.kind.bits, k, control, tuple(low), gaps, codes, seen)
+        return gaps[: taken[0]], codes[: taken[1]]
     gap = np.diff(changes.positions, prepend=-1) - 1
     top, code = gap >> k, _zigzag(changes.steps, span.kind)
     seen += np.bincount(np.minimum(code, CODES - 1), minlength=CODES)
-    low_parts = [((gap >> (8 * i)) & ((1 << min(8, k - 8 * i)) - 1)).astype(np.uint8) for i in range(used)]
-    control = np.minimum(top, ESCAPE).astype(np.uint8) << 4 | np.minimum(code, ESCAPE).astype(np.uint8)
-    none = np.zeros(0, np.uint8)
-    escaped = (top[top >= ESCAPE] - ESCAPE).astype(np.uint32), code[code >= ESCAPE].astype(np.uint32) - ESCAPE
-    return Packed(control, low_parts + [none] * (4 - used), *escaped)
+    for i in range((k + 7) // 8):
+        low[i][:] = (gap >> (8 * i)) & ((1 << min(8, k - 8 * i)) - 1)
+    control[:] = np.minimum(top, ESCAPE).astype(np.uint8) << 4 | np.minimum(code, ESCAPE).astype(np.uint8)
+    return (top[top >= ESCAPE] - ESCAPE).astype(np.uint32), code[code >= ESCAPE].astype(np.uint32) - ESCAPE
 
 
 def _unpack(span: Span, packed: Packed, where: str) -> Changes:
     n, k = span.count, span.low_bits
     if kernels.worth(span.size):
-        positions, steps, low = np.empty(n, np.int64), np.empty(n, span.kind.dtype), np.zeros((4, n), np.uint8)
-        for i in range((k + 7) // 8):
-            low[i] = packed.low[i]
-        run = kernels.compiled(kernels.unpack)
+        positions, steps = np.empty(n, np.int32), np.empty(n, span.kind.dtype)
+        run, low = kernels.compiled(kernels.unpack), tuple(packed.low)
         found, at = run(packed.control, low, packed.gaps, packed.codes, span.kind.bits, k, span.size, positions, steps)
         if found < 0:
             what = "an index is outside its {} elements" if found == -1 else "a step is outside its type's {} elements"
@@ -143,10 +144,10 @@ def _unpack(span: Span, packed: Packed, where: str) -> Changes:
     gap <<= k
     for i in range((k + 7) // 8):
         gap |= packed.low[i].astype(np.int64) << (8 * i)
-    positions = np.cumsum(gap + 1) - 1
-    if n and positions[-1] >= span.size:
-        raise Corrupt(f"index {positions[-1]} is outside its {span.size} elements", where=where)
-    return Changes(positions, _unzigzag(code, span.kind, where))
+    at = np.cumsum(gap + 1) - 1
+    if n and at[-1] >= span.size:
+        raise Corrupt(f"index {at[-1]} is outside its {span.size} elements", where=where)
+    return Changes(at.astype(np.int32), _unzigzag(code, span.kind, where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ def _zigzag(steps: Bits, kind: ElementType) -> Bits:
     return codes
 
 
-def _unzigzag(codes: Positions, kind: ElementType, where: str) -> Bits:
+def _unzigzag(codes: npt.NDArray[np.int64], kind: ElementType, where: str) -> Bits:
     if len(codes) and codes.max() >= 2**kind.bits - 1:
         raise Corrupt(f"a step's code is {codes.max()}, in elements of {kind.bits} bits", where=where)
     zigzag = codes + 1
@@ -216,8 +217,8 @@ def _split(name: str, numbers: UInt32) -> dict[str, Bytes]:
     return {f"{name}{i}": (numbers >> (8 * i)).astype(np.uint8) for i in range(width)}
 
 
-def _join(parts: Sequence[npt.NDArray[Number]], dtype: type[Number]) -> npt.NDArray[Number]:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+def _join(parts: Sequence[UInt32]) -> UInt32:
+    return np.concatenate(parts) if parts else np.zeros(0, np.uint32)
 
 
 def entropy_bytes(spans: Sequence[Span], seen: npt.NDArray[np.int64]) -> float:

@@ -45,7 +45,7 @@ def rank(before: Bits, changes: Changes) -> Ranked:
     ends = np.cumsum(np.bincount(of, minlength=CLASSES))
     begins = np.concatenate([[0], ends[:-1]])
     if kernels.worth(len(before)):
-        ranks, sizes = np.empty(len(changes), np.int64), np.zeros(CLASSES, np.int64)
+        ranks, sizes = np.empty(len(changes), np.int32), np.zeros(CLASSES, np.int64)
         kernels.compiled(kernels.rank)(before, table, changes.positions, begins.copy(), ranks, sizes)
     else:
         found = [np.flatnonzero(table[(before >> 7) & 255] == c) for c in range(CLASSES)]
@@ -53,7 +53,7 @@ def rank(before: Bits, changes: Changes) -> Ranked:
         positions = changes.positions[order]
         ranks = np.concatenate(
             [np.searchsorted(at, positions[a:b]) for at, a, b in zip(found, begins, ends, strict=True)]
-        ).astype(np.int64)
+        ).astype(np.int32)
     steps = changes.steps[order]
     classes = tuple(Changes(ranks[a:b], steps[a:b]) for a, b in zip(begins, ends, strict=True))
     return Ranked(tuple(sizes.tolist()), classes)
@@ -68,7 +68,7 @@ def place(before: Bits, ranked: Ranked, where: str) -> Changes:
     steps = np.concatenate([changes.steps for changes in ranked.classes])
     ends = np.cumsum(counts)
     if sizes is None:
-        sizes, positions = np.zeros(CLASSES, np.int64), np.empty(len(ranks), np.int64)
+        sizes, positions = np.zeros(CLASSES, np.int64), np.empty(len(ranks), np.int32)
         ordered = np.empty_like(steps)
         n = kernels.compiled(kernels.place)(before, table, ranks, steps, ends - counts, ends, positions, ordered, sizes)
         if n == len(ranks) and tuple(sizes.tolist()) == ranked.sizes:
@@ -79,7 +79,7 @@ def place(before: Bits, ranked: Ranked, where: str) -> Changes:
             [np.flatnonzero(of == c)[ranks[e - n : e]] for c, (e, n) in enumerate(zip(ends, counts, strict=True))]
         )
         order = np.argsort(positions)
-        return Changes(positions[order], steps[order])
+        return Changes(positions[order].astype(np.int32), steps[order])
     raise Corrupt("the changes are told of other weights than these", where=where)
 
 
