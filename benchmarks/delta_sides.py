@@ -50,7 +50,7 @@ class Ours:
         held = section_of(image)
 
         def apply(raw: bytes) -> None:
-            for change in delta.decode(raw, self.schema, where="object"):
+            for change in delta.read(raw, self.schema, where="object").changes(packed=True):
                 piece = self.schema.pieces[change.piece]
                 delta.apply(held.bits(piece), change.content, piece.kind)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung.weights import changes
-from farflung.weights.changes import WORDS
+from farflung.weights.changes import BLOCK
 from farflung.weights.elements import ELEMENT_TYPES, Bits, ElementType
 
 KINDS = [ELEMENT_TYPES[name] for name in ("F4", "U8", "BF16", "F32")]
@@ -69,11 +69,11 @@ def test_two_changes_fold_into_what_is_found_between_the_ends(drawn: tuple[Eleme
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-@pytest.mark.parametrize("items", [WORDS * 2 - 3, WORDS * 8 + 5])
+@pytest.mark.parametrize("items", [BLOCK // 4 - 3, BLOCK + 5])
 def test_changes_at_the_edges_of_words_and_blocks_are_found(kind: ElementType, items: int) -> None:
     before = np.zeros(items, kind.dtype)
     after = before.copy()
-    per_block = WORDS * 8 // kind.dtype.itemsize
+    per_block = BLOCK // kind.dtype.itemsize
     at: Any = sorted({0, 7, 8, per_block - 1, per_block, 2 * per_block, items - 1} & set(range(items)))
     after[at] = 1
     found = changes.find(before, after, kind)

@@ -55,10 +55,12 @@ def test_both_ways_give_the_same(kind: ElementType, seed: int, items: int, share
             change = changes.find(before, after, kind)
             span = Span(items * kind.per_item, kind, len(change))
             packed, seen = planes.pack([span], [change])
-            (back,) = planes.unpack(dict(packed), [span], "object")
-            moved = before.copy()
+            (there,) = planes.unpack(dict(packed), [span], "object")
+            back, moved, again = there.changes(), before.copy(), before.copy()
             changes.apply(moved, back, kind)
+            there.apply(again)
         assert np.array_equal(moved, after)
+        assert np.array_equal(again, after)
         assert np.array_equal(back.positions, change.positions)
         assert np.array_equal(back.steps, change.steps)
         assert seen.sum() == len(change)
@@ -91,5 +93,9 @@ def test_both_refuse_what_does_not_fit(
     for name, numbers in (("gap", gaps), ("step", codes)):
         rows = np.array(numbers, "<u4").view(np.uint8).reshape(-1, 4)
         parts |= {f"{name}{i}": compress(np.ascontiguousarray(rows[:, i])) for i in range(4) if numbers}
-    with compiled(on), pytest.raises(Corrupt, match=why):
-        planes.unpack(parts, [Span(len(control), ELEMENT_TYPES["BF16"], len(control))], "object")
+    with compiled(on):
+        (packed,) = planes.unpack(parts, [Span(len(control), ELEMENT_TYPES["BF16"], len(control))], "object")
+        with pytest.raises(Corrupt, match=why):
+            packed.changes()
+        with pytest.raises(Corrupt, match=why):
+            packed.apply(np.zeros(len(control), np.uint16))

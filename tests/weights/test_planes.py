@@ -9,9 +9,10 @@ import pytest
 import zstandard
 
 from farflung.core.errors import Corrupt
+from farflung.weights import planes as module
 from farflung.weights.changes import Changes
 from farflung.weights.elements import ELEMENT_TYPES, Bytes
-from farflung.weights.planes import Span, compress, entropy_bytes, pack, unpack
+from farflung.weights.planes import Span, compress, entropy_bytes, pack
 
 BF16, U8, F4, F32 = (ELEMENT_TYPES[name] for name in ("BF16", "U8", "F4", "F32"))
 SPANS = [Span(1000, BF16, 20), Span(50_000, U8, 2), Span(600, F4, 0)]
@@ -20,6 +21,10 @@ CHANGES = [
     Changes(np.array([0, 49_999]), np.array([255, 128], np.uint8)),
     Changes(np.zeros(0, np.int64), np.zeros(0, np.uint8)),
 ]
+
+
+def unpack(planes: dict[str, Bytes], spans: Any, where: str) -> list[Changes]:
+    return [packed.changes() for packed in module.unpack(planes, spans, where)]
 
 
 def refuse(planes: dict[str, Bytes], match: str, spans: Any = SPANS) -> None:

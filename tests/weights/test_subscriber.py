@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from farflung.core.errors import BadInput, Corrupt
-from farflung.weights import Compactor, FolderStore, Missing, Publisher, StoreError, Subscriber, Update
+from farflung.weights import Compactor, FolderStore, Missing, Publisher, StoreError, Subscriber, Update, staging
 from farflung.weights import schema as schema_module
-from farflung.weights import staging
 from farflung.weights.history import History
 from farflung.weights.manifest import Seal, manifest_key, object_key
 from farflung.weights.retention import prune

@@ -18,7 +18,7 @@ changed; 2 whole, the bits themselves, for a piece without a base; 3 ranked, as 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,17 @@ from farflung.core.errors import BadInput, Corrupt
 from farflung.weights import changes as sparse
 from farflung.weights.changes import Changes
 from farflung.weights.elements import ELEMENT_TYPES, Bits, Bytes, ElementType
-from farflung.weights.planes import Planes, Span, compress, decompress, entropy_bytes, pack, symbols_bytes, unpack
+from farflung.weights.planes import (
+    Packed,
+    Planes,
+    Span,
+    compress,
+    decompress,
+    entropy_bytes,
+    pack,
+    symbols_bytes,
+    unpack,
+)
 from farflung.weights.ranked import CLASSES, WORTH_SIZE, Ranked, place, rank
 from farflung.weights.schema import PIECE_BYTES, Piece, Schema
 
@@ -55,7 +65,7 @@ class Whole:
     bits: Bits
 
 
-Content = Changes | Dense | Whole | Ranked
+Content = Changes | Packed | Dense | Whole | Ranked
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +112,15 @@ def smaller(change: Change, piece: Piece, before: Bits) -> Change:
 
 
 def apply(array: Bits, content: Content, kind: ElementType) -> None:
-    """Bring a piece's bits to what they become, in place. Raises Corrupt for ranked changes of other bits."""
+    """Bring a piece's bits to what they become, in place. Raises Corrupt for ranked changes of other bits, and half way for
+    packed ones that do not fit."""
     match content:
         case Ranked():
             sparse.apply(array, place(array, content, "delta"), kind)
         case Changes():
             sparse.apply(array, content, kind)
+        case Packed():
+            content.apply(array)
         case Dense(steps):
             array[...] = _difference(array, _difference(np.zeros_like(steps), steps, kind), kind)
         case Whole(bits):
@@ -116,9 +129,9 @@ def apply(array: Bits, content: Content, kind: ElementType) -> None:
 
 def invert(content: Content, kind: ElementType) -> Changes | Dense:
     """What takes it back. Raises BadInput for forms 2 and 3, which need what was there before."""
-    match content:
-        case Changes():
-            return sparse.invert(content, kind)
+    match _plain(content):
+        case Changes() as changes:
+            return sparse.invert(changes, kind)
         case Dense(steps):
             return Dense(_difference(np.zeros_like(steps), steps, kind))
         case Whole() | Ranked():
@@ -154,7 +167,7 @@ def encode(changes: Sequence[Change], schema: Schema) -> Encoded:
     counts = [_count(change, piece) for change, piece in zip(changes, pieces, strict=True)]
     numbers = np.array([change.piece for change in changes], np.int64)
     columns = (np.diff(numbers, prepend=-1) - 1).astype("<u4"), forms, np.array(counts, "<u4")
-    found = [c.content for c in changes if isinstance(c.content, Changes)]
+    found = [c for change in changes if isinstance(c := _plain(change.content), Changes)]
     spans = [p.span(n) for p, n, form in zip(pieces, counts, forms, strict=True) if form == SPARSE]
     planes, seen = pack(spans, found)
     bound = entropy_bytes(spans, seen)
@@ -187,12 +200,15 @@ class Object:
     hashes: Sequence[bytes]
     planes: Mapping[str, Bytes]
 
-    def changes(self) -> list[Change]:
-        """Decoded anew each time. Raises Corrupt with the object and, where one is at fault, the tensor."""
+    def changes(self, *, packed: bool = False) -> list[Change]:
+        """Decoded anew each time; ``packed``: sparse ones only so far that they can be applied.
+
+        Raises Corrupt with the object and, where one is at fault, the tensor.
+        """
         arrays, where, forms = dict(self.planes), self.where, self.forms
         pieces = [self.schema.pieces[number] for number in self.numbers]
         spans = [p.span(c) for p, form, c in zip(pieces, forms, self.counts, strict=True) if form == SPARSE]
-        found: Iterator[Changes] = iter(unpack(arrays, spans, where))
+        found = iter(unpack(arrays, spans, where))
         ranked_pieces = [p for p, form in zip(pieces, forms, strict=True) if form == RANKED]
         ranked = iter(_unpack_ranked(arrays, ranked_pieces, where))
         take = Planes(arrays, where)
@@ -210,7 +226,8 @@ class Object:
         changes: list[Change] = []
         for number, piece, form, after in zip(self.numbers, pieces, forms, self.hashes, strict=True):
             if form in (SPARSE, RANKED):
-                changes.append(Change(number, after, next(found) if form == SPARSE else next(ranked)))
+                content: Content = next(found) if form == SPARSE else next(ranked)
+                changes.append(Change(number, after, content if packed else _plain(content)))
                 continue
             key, length = (form, piece.kind.dtype.itemsize), piece.items.stop - piece.items.start
             bits = values[key][at[key] : at[key] + length]
@@ -260,8 +277,8 @@ def _table(
     table, hashes = decompress(arrays.pop("table"), 9 * n, f"{where}, table"), arrays.pop("hashes").tobytes()
     if len(hashes) != HASH * n:
         raise Corrupt(f"{len(hashes)} bytes of hashes for {n} pieces", where=where)
-    numbers = np.cumsum(table[: 4 * n].view("<u4").astype(np.int64) + 1) - 1
-    forms, counts = table[4 * n : 5 * n], table[5 * n :].copy().view("<u4")
+    numbers = (np.cumsum(table[: 4 * n].view("<u4").astype(np.int64) + 1) - 1).tolist()
+    forms, counts = table[4 * n : 5 * n].tolist(), table[5 * n :].copy().view("<u4").tolist()
     if numbers[-1] >= len(schema.pieces):
         raise Corrupt(f"piece {numbers[-1]} of a schema of {len(schema.pieces)}", where=where)
     for number, form, count in zip(numbers, forms, counts, strict=True):
@@ -270,7 +287,7 @@ def _table(
         if odd or count > piece.size or (form == WHOLE and count != piece.size):
             place = f"{where}, tensor {piece.tensor}"
             raise Corrupt(f"form {form} with {count} of {piece.size} elements", where=place)
-    return numbers.tolist(), forms.tolist(), counts.tolist(), [hashes[HASH * i : HASH * (i + 1)] for i in range(n)]
+    return numbers, forms, counts, [hashes[HASH * i : HASH * (i + 1)] for i in range(n)]
 
 
 def _pack_ranked(found: Sequence[Ranked]) -> dict[str, Bytes]:
@@ -302,7 +319,8 @@ def _unpack_ranked(arrays: dict[str, Bytes], pieces: Sequence[Piece], where: str
     for c in range(CLASSES):
         own = {name: arrays.pop(name) for name in list(arrays) if name.startswith(f"{c}.")}
         planes = {name.partition(".")[2]: plane for name, plane in own.items()}
-        by_class.append(unpack(planes, [Span(int(s[c]), _BF16, int(m[c])) for s, m in table], f"{where}, class {c}"))
+        spans = [Span(int(s[c]), _BF16, int(m[c])) for s, m in table]
+        by_class.append([one.changes() for one in unpack(planes, spans, f"{where}, class {c}")])
         if planes:
             raise Corrupt(f"planes that are no part of the form: {sorted(planes)}", where=f"{where}, class {c}")
     sizes = [tuple(row[0].tolist()) for row in table]
@@ -336,19 +354,19 @@ def _difference(after: Bits, before: Bits, kind: ElementType) -> Bits:
 
 
 def _fold(first: Content, second: Content, kind: ElementType) -> Content:
-    match first, second:
+    match _plain(first), _plain(second):
         case (Ranked(), _) | (_, Ranked()):
             raise BadInput("ranked changes are folded where the old bits are", where="delta")
-        case _, Whole():
-            return second
-        case Changes(), Changes():
-            return sparse.fold(first, second, kind)
-        case Changes(), Dense(steps):  # steps add up in any order
-            return Dense(_applied(steps, first, kind))
-        case Dense(steps), _:
-            return Dense(_applied(steps, second, kind))
-        case Whole(bits), _:
-            return Whole(_applied(bits, second, kind))
+        case _, Whole() as whole:
+            return whole
+        case Changes() as one, Changes() as two:
+            return sparse.fold(one, two, kind)
+        case Changes() as one, Dense(steps):  # steps add up in any order
+            return Dense(_applied(steps, one, kind))
+        case Dense(steps), then:
+            return Dense(_applied(steps, then, kind))
+        case Whole(bits), then:
+            return Whole(_applied(bits, then, kind))
     raise AssertionError("unreachable")
 
 
@@ -358,8 +376,12 @@ def _applied(array: Bits, content: Content, kind: ElementType) -> Bits:
     return result
 
 
+def _plain(content: Content) -> Changes | Dense | Whole | Ranked:
+    return content.changes() if isinstance(content, Packed) else content
+
+
 def _form(content: Content) -> int:
-    return {Changes: SPARSE, Dense: DENSE, Whole: WHOLE, Ranked: RANKED}[type(content)]
+    return {Changes: SPARSE, Packed: SPARSE, Dense: DENSE, Whole: WHOLE, Ranked: RANKED}[type(content)]
 
 
 def _bits(content: Content) -> Bits:
@@ -374,7 +396,7 @@ def _takes(change: Change, piece: Piece, form: int, width: int) -> bool:
 def _count(change: Change, piece: Piece) -> int:
     """Elements that changed; all of a whole piece."""
     match change.content:
-        case Changes() | Ranked():
+        case Changes() | Packed() | Ranked():
             return len(change.content)
         case Dense(steps):
             halves = (steps & 15, steps >> 4) if piece.kind.bits == 4 else (steps,)

@@ -16,8 +16,8 @@ WORTH_ITEMS = 1 << 20
 """Arrays of fewer items are left to numpy."""
 BURST = 4
 """Changes that ``finder`` writes of each 64 items, wherever more than one in 256 changes."""
-AHEAD = 128
-"""Changes between asking for a place in memory and writing to it."""
+AHEAD = 256
+"""Changes between asking for a place in memory and writing to it; a power of two."""
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
@@ -210,41 +210,59 @@ def pack(positions, steps, bits, low_bits, control, low, gaps, codes, seen):  # 
     return escaped_gaps, escaped_codes
 
 
-def unpack(control, low, gaps, codes, bits, low_bits, size, positions, steps):  # type: ignore[no-untyped-def]
-    """The way back: positions and steps.
+@cache
+def unpacker(*, adds: bool) -> Callable[..., tuple[int, int]]:
+    """The way back: into positions and steps, or ``adds``: into an array of ``size`` items, each change once AHEAD more were asked
+    for; positions and steps have room for those then.
 
     Returns how many gaps and codes were taken, or -1 (an index) or -2 (a step) and which change is out of range.
     """
-    taken_gaps = taken_codes = 0
-    at = -1
-    limit, most = (1 << bits) - 1, size >> low_bits
-    low0, low1, low2, low3 = low
-    for i in range(control.size):
-        top = int(control[i]) >> 4
-        code = int(control[i]) & 15
-        if top == 15:
-            top += gaps[taken_gaps]
-            taken_gaps += 1
-        if code == 15:
-            code += codes[taken_codes]
-            taken_codes += 1
-        gap = top << low_bits
-        if low_bits > 0:
-            gap |= int(low0[i])
-        if low_bits > 8:
-            gap |= int(low1[i]) << 8
-        if low_bits > 16:
-            gap |= int(low2[i]) << 16
-        if low_bits > 24:
-            gap |= int(low3[i]) << 24
-        at += gap + 1
-        if top > most or at >= size:
-            return -1, i
-        if code >= limit:
-            return -2, i
-        positions[i] = at
-        steps[i] = (((code + 1) >> 1) ^ -((code + 1) & 1)) & limit
-    return taken_gaps, taken_codes
+    prefetch, ahead = _prefetch_intrinsic(), AHEAD
+
+    def unpack(control, low, gaps, codes, bits, low_bits, size, array, positions, steps):  # type: ignore[no-untyped-def]
+        taken_gaps = taken_codes = 0
+        at = -1
+        limit, most = (1 << bits) - 1, size >> low_bits
+        low0, low1, low2, low3 = low
+        for i in range(control.size):
+            top = int(control[i]) >> 4
+            code = int(control[i]) & 15
+            if top == 15:
+                top += gaps[taken_gaps]
+                taken_gaps += 1
+            if code == 15:
+                code += codes[taken_codes]
+                taken_codes += 1
+            gap = top << low_bits
+            if low_bits > 0:
+                gap |= int(low0[i])
+            if low_bits > 8:
+                gap |= int(low1[i]) << 8
+            if low_bits > 16:
+                gap |= int(low2[i]) << 16
+            if low_bits > 24:
+                gap |= int(low3[i]) << 24
+            at += gap + 1
+            if top > most or at >= size:
+                return -1, i
+            if code >= limit:
+                return -2, i
+            slot = i
+            if adds:
+                prefetch(array, at)
+                slot = i & (ahead - 1)
+                if i >= ahead:
+                    array[positions[slot]] += steps[slot]
+            positions[slot] = at
+            steps[slot] = (((code + 1) >> 1) ^ -((code + 1) & 1)) & limit
+        if adds:
+            for i in range(max(0, control.size - ahead), control.size):
+                slot = i & (ahead - 1)
+                array[positions[slot]] += steps[slot]
+        return taken_gaps, taken_codes
+
+    kernel: Callable[..., tuple[int, int]] = compiled(unpack)
+    return kernel
 
 
 def rank(before, table, positions, at, ranks, sizes):  # type: ignore[no-untyped-def]

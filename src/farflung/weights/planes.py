@@ -25,7 +25,7 @@ import zstandard
 
 from farflung.core.errors import Corrupt
 from farflung.weights import kernels
-from farflung.weights.changes import Changes
+from farflung.weights.changes import Changes, Positions, apply
 from farflung.weights.elements import Bits, Bytes, ElementType
 
 LEVEL = 1
@@ -54,12 +54,55 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One piece's changes in planes: ``control`` and ``low`` [4] have a byte for each, ``gaps`` and ``codes`` hold what escaped."""
+    """One piece's changes as they came: ``control`` and ``low`` [4] have a byte for each, ``gaps`` and ``codes`` hold what escaped.
 
+    Whether they lie in the piece is known once they are used, which raises Corrupt.
+    """
+
+    span: Span
     control: Bytes
     low: Sequence[Bytes]
     gaps: UInt32
     codes: UInt32
+    where: str
+
+    def __len__(self) -> int:
+        return self.span.count
+
+    def changes(self) -> Changes:
+        n, k, kind = self.span.count, self.span.low_bits, self.span.kind
+        if kernels.worth(self.span.size):
+            positions, steps = np.empty(n, np.int32), np.empty(n, kind.dtype)
+            self._run(steps, positions, steps, adds=False)
+            return Changes(positions, steps)
+        gap, code = (self.control >> 4).astype(np.int64), (self.control & ESCAPE).astype(np.int64)
+        for numbers, more in ((gap, self.gaps), (code, self.codes)):
+            numbers[numbers == ESCAPE] += more
+        if n and gap.max() > self.span.size >> k:
+            raise Corrupt(f"an index is outside its {self.span.size} elements", where=self.where)
+        gap <<= k
+        for i in range((k + 7) // 8):
+            gap |= self.low[i].astype(np.int64) << (8 * i)
+        at = np.cumsum(gap + 1) - 1
+        if n and at[-1] >= self.span.size:
+            raise Corrupt(f"index {at[-1]} is outside its {self.span.size} elements", where=self.where)
+        return Changes(at.astype(np.int32), _unzigzag(code, kind, self.where))
+
+    def apply(self, array: Bits) -> None:
+        """Make the changes in place, as far as the first that does not fit."""
+        if self.span.kind.bits == 4 or not kernels.worth(self.span.size):
+            apply(array, self.changes(), self.span.kind)
+            return
+        positions, steps = np.empty(kernels.AHEAD, np.int32), np.empty(kernels.AHEAD, array.dtype)
+        self._run(array, positions, steps, adds=True)
+
+    def _run(self, array: Bits, positions: Positions, steps: Bits, *, adds: bool) -> None:
+        span, planes = self.span, (self.control, tuple(self.low), self.gaps, self.codes)
+        run = kernels.unpacker(adds=adds)
+        found, at = run(*planes, span.kind.bits, span.low_bits, span.size, array, positions, steps)
+        if found < 0:
+            what = "an index is outside its {} elements" if found == -1 else "a step is outside its type's {} elements"
+            raise Corrupt(f"{what.format(span.size)} (change {at} of {span.count})", where=self.where)
 
 
 def pack(spans: Sequence[Span], changes: Sequence[Changes]) -> tuple[dict[str, Bytes], npt.NDArray[np.int64]]:
@@ -81,8 +124,8 @@ def pack(spans: Sequence[Span], changes: Sequence[Changes]) -> tuple[dict[str, B
     return {name: compress(plane) for name, plane in planes.items() if len(plane)}, seen
 
 
-def unpack(planes: dict[str, Bytes], spans: Sequence[Span], where: str) -> list[Changes]:
-    """The changes; takes its planes out of ``planes``. Raises Corrupt for sizes and indices that do not fit."""
+def unpack(planes: dict[str, Bytes], spans: Sequence[Span], where: str) -> list[Packed]:
+    """Each piece's planes; takes them out of ``planes``. Raises Corrupt for sizes that do not fit."""
     take = Planes(planes, where)
     control = take.plane("control", sum(span.count for span in spans))
     widths = [span.low_bits for span in spans]
@@ -93,7 +136,7 @@ def unpack(planes: dict[str, Bytes], spans: Sequence[Span], where: str) -> list[
     n_gaps = [int(np.count_nonzero(part >= ESCAPE << 4)) for part in controls]
     n_codes = [int(np.count_nonzero(part & ESCAPE == ESCAPE)) for part in controls]
     gaps, codes = take.numbers("gap", sum(n_gaps)), take.numbers("step", sum(n_codes))
-    changes: list[Changes] = []
+    found: list[Packed] = []
     at_low, at_gap, at_code = [0] * 4, 0, 0
     for i, (span, width) in enumerate(zip(spans, widths, strict=True)):
         parts: list[Bytes] = []
@@ -103,8 +146,8 @@ def unpack(planes: dict[str, Bytes], spans: Sequence[Span], where: str) -> list[
             at_low[plane] += n
         own = gaps[at_gap : at_gap + n_gaps[i]], codes[at_code : at_code + n_codes[i]]
         at_gap, at_code = at_gap + n_gaps[i], at_code + n_codes[i]
-        changes.append(_unpack(span, Packed(controls[i], parts, *own), where))
-    return changes
+        found.append(Packed(span, controls[i], parts, *own, where))
+    return found
 
 
 def _pack(
@@ -124,30 +167,6 @@ def _pack(
         low[i][:] = (gap >> (8 * i)) & ((1 << min(8, k - 8 * i)) - 1)
     control[:] = np.minimum(top, ESCAPE).astype(np.uint8) << 4 | np.minimum(code, ESCAPE).astype(np.uint8)
     return (top[top >= ESCAPE] - ESCAPE).astype(np.uint32), code[code >= ESCAPE].astype(np.uint32) - ESCAPE
-
-
-def _unpack(span: Span, packed: Packed, where: str) -> Changes:
-    n, k = span.count, span.low_bits
-    if kernels.worth(span.size):
-        positions, steps = np.empty(n, np.int32), np.empty(n, span.kind.dtype)
-        run, low = kernels.compiled(kernels.unpack), tuple(packed.low)
-        found, at = run(packed.control, low, packed.gaps, packed.codes, span.kind.bits, k, span.size, positions, steps)
-        if found < 0:
-            what = "an index is outside its {} elements" if found == -1 else "a step is outside its type's {} elements"
-            raise Corrupt(f"{what.format(span.size)} (change {at} of {n})", where=where)
-        return Changes(positions, steps)
-    gap, code = (packed.control >> 4).astype(np.int64), (packed.control & ESCAPE).astype(np.int64)
-    for numbers, more in ((gap, packed.gaps), (code, packed.codes)):
-        numbers[numbers == ESCAPE] += more
-    if n and gap.max() > span.size >> k:
-        raise Corrupt(f"an index is outside its {span.size} elements", where=where)
-    gap <<= k
-    for i in range((k + 7) // 8):
-        gap |= packed.low[i].astype(np.int64) << (8 * i)
-    at = np.cumsum(gap + 1) - 1
-    if n and at[-1] >= span.size:
-        raise Corrupt(f"index {at[-1]} is outside its {span.size} elements", where=where)
-    return Changes(at.astype(np.int32), _unzigzag(code, span.kind, where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +199,7 @@ def compress(plane: Bytes) -> Bytes:
 
 
 def decompress(plane: Bytes, count: int, where: str) -> Bytes:
-    raw = plane.tobytes()
+    raw = plane.data
     try:
         claimed = zstandard.frame_content_size(raw)
         if claimed != count:

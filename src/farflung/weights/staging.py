@@ -19,6 +19,7 @@ from farflung.weights import changes as sparse
 from farflung.weights import delta
 from farflung.weights.changes import Changes
 from farflung.weights.delta import WHOLE, Change, Content, Dense, Object
+from farflung.weights.planes import Packed
 from farflung.weights.schema import Piece, Schema, groups
 
 Flat = npt.NDArray[np.int64]
@@ -69,8 +70,12 @@ class Group:
     links: Sequence[Sequence[Object]]
 
     def changes(self) -> list[Change]:
-        """What becomes of the group's pieces over all links, decoded now."""
-        rows = ([c for one in objects for c in one.changes() if c.piece in self.numbers] for objects in self.links)
+        """What becomes of the group's pieces over all links, decoded now; of a single link as far as that it can be applied."""
+        packed = len(self.links) == 1
+        rows = (
+            [c for one in objects for c in one.changes(packed=packed) if c.piece in self.numbers]
+            for objects in self.links
+        )
         return list(delta.fold_all(rows, self.schema).values())
 
 
@@ -103,6 +108,8 @@ class Told:
 def changed_elements(content: Content, piece: Piece) -> Flat | None:
     """Of the piece's tensor; None for a piece that came whole."""
     match content:
+        case Packed():
+            return changed_elements(content.changes(), piece)
         case Changes(positions):
             return positions.astype(np.int64) + piece.start
         case Dense(steps):
