@@ -337,6 +337,16 @@ def test_compact_and_ls_say_what_they_cannot_read_and_go_on(weights: Run, store:
     assert f"farflung: jump {RUN}/jumps/bf16/00000002-2: " in said
 
 
+def test_ls_shows_what_lies_above_a_damaged_manifest(weights: Run, store: FolderStore, token: Path) -> None:
+    (key,) = (key for key in store.list(f"{RUN}/manifests") if "/00000004-" in key)
+    spoil(store.root / key)
+    code, shown, said = weights("ls", store.root, "--key-file", token)
+    assert code == 1
+    assert [line.split()[0] for line in shown.splitlines()[1:-1] if "bf16" in line] == ["5", "6"]
+    assert f"farflung: manifest {key}: " in said
+    assert said.endswith("versions before it are not shown\n")
+
+
 def test_compact_follows_until_it_is_stopped(tmp_path: Path, token: Path) -> None:
     store = in_folder(tmp_path / "store", 2, jumps=False, formats=("bf16",))
     with process("compact", store.root, "--key-file", token, "--follow", "--interval", "0.05") as started:

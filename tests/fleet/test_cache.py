@@ -129,6 +129,25 @@ async def test_a_file_that_shrinks_while_it_is_sent_breaks_the_connection(tmp_pa
         assert one.upstream.asked == [key, key]
 
 
+@pytest.mark.parametrize("asked", [{}, {"Range": f"bytes={2 * MIB + 5}-{2 * MIB + 9}"}], ids=["whole", "range"])
+async def test_a_file_that_decays_under_the_mirror_is_never_sent_and_fetched_again(
+    tmp_path: Path, asked: dict[str, str]
+) -> None:
+    async with site(tmp_path, limit=40 * MIB) as one:
+        data = os.urandom(3 * MIB + 17)
+        key = one.upstream.add(data)
+        assert await one.get(key) == data
+        with open(tmp_path / "cache" / key.rsplit("/", 1)[1], "r+b") as file:
+            file.seek(2 * MIB + 500)
+            file.write(bytes([data[2 * MIB + 500] ^ 1]))
+        with pytest.raises(aiohttp.ClientError):
+            async with one.http.get(f"/{key}", headers=asked) as answer:
+                await answer.read()
+        assert await one.get(key) == data
+        assert one.upstream.asked == [key, key]
+        assert (await one.stats())["rejected"] == 1
+
+
 async def test_a_full_disk_is_survived(tmp_path: Path) -> None:
     """A limit on file size stops a write half way, as a full disk does."""
     async with site(tmp_path) as one:

@@ -162,6 +162,33 @@ def test_a_spoiled_jump_is_said_and_gone_around(store: FolderStore, caplog: pyte
     two.agree(2, history[2])
 
 
+@pytest.mark.parametrize("how", ["spoiled", "gone"])
+def test_a_jump_whose_objects_cannot_be_read_is_gone_around(
+    store: FolderStore, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The jump over all four, and after it those over two; with single deltas gone as well nothing is left."""
+    history = walk(4, size=1e-3)
+    publish(store, history)
+    two = Two(store, history)
+    objects = {jump.span: [object_key(RUN, p) for p in jump.delta] for jump in Compactor(store, RUN).step()}
+
+    def spoil(keys: list[str]) -> None:
+        for key in keys:
+            store.delete(key) if how == "gone" else overwrite(store, key, flip(raw(store, key), 99))
+
+    for span, links in ((4, 2), (2, 3)):
+        spoil(objects[span])
+        caplog.clear()
+        follower, joiner = two.subscribers()
+        update = follower.fetch(4)
+        assert equal(update.tensors, history[4])
+        assert equal(joiner.fetch(4).tensors, history[4])
+        assert update.links == links
+        assert f"passed over, for a way that is longer: object {objects[span][0]}" in caplog.text
+    spoil([object_key(RUN, part) for part in version(store, 3).stream("bf16").delta])
+    two.refuse(4, f"object {RUN}/objects/")
+
+
 def test_what_another_key_signed_is_refused(store: FolderStore) -> None:
     history = walk(1)
     publisher = publish(store, history[:1], key=KEY)

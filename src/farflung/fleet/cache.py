@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
 from farflung.core.errors import BadInput
 from farflung.fleet.blocking import beside
 
@@ -21,21 +23,45 @@ log = logging.getLogger(__name__)
 
 DISK_SECONDS = 300.0
 TEMPORARY = ".part-"
+CHUNK = 1 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+Sums = tuple[int, ...]
 
 
 @dataclass(slots=True)
 class _Entry:
+    """``sums``: of its chunks, None before it was hashed in this process."""
+
     size: int
-    checked: bool
+    sums: Sums | None
     users: int = 0
+
+
+class Decayed(OSError):
+    """A cached file does not have the bytes that were written into it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """A file that is kept while this is in use."""
+
+    size: int
+    _fd: int
+    _sums: Sums
+
+    def chunk(self, number: int) -> bytes:
+        """CHUNK bytes, fewer at the end, and sure to be those that were cached. Raises Decayed, OSError."""
+        part = os.pread(self._fd, CHUNK, number * CHUNK)
+        if len(part) != min(CHUNK, self.size - number * CHUNK) or xxhash.xxh3_64_intdigest(part) != self._sums[number]:
+            raise Decayed(f"chunk {number} is damaged in the cache")
+        return part
 
 
 class HashCache:
     """At most ``limit_bytes`` in one folder; the least recently used go first, none while it is being read.
 
     A file takes its name by a rename once it is written whole. Nothing is synced: after a restart each file counts only
-    once its bytes have been hashed again. One process has the folder; every method is called on one event loop.
+    once its bytes have been hashed again, and what is read later is held against sums of its chunks. One process has the folder; every method is called on one event loop.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
@@ -72,10 +98,10 @@ class HashCache:
         self._lock = -1
 
     @contextmanager
-    def open(self, digest: str) -> Iterator[int | None]:
-        """A descriptor of the file, which is kept meanwhile; None unless it is there and its bytes have been checked."""
+    def open(self, digest: str) -> Iterator[Cached | None]:
+        """The file; None unless it is there and its bytes have been checked."""
         entry = self._entries.get(digest)
-        if entry is None or not entry.checked:
+        if entry is None or entry.sums is None:
             yield None
             return
         try:
@@ -96,7 +122,7 @@ class HashCache:
         try:
             with suppress(OSError):
                 os.utime(fd)  # so that the order of use outlives a restart
-            yield fd
+            yield Cached(entry.size, fd, entry.sums)
         finally:
             os.close(fd)
             entry.users -= 1
@@ -110,7 +136,7 @@ class HashCache:
         try:
             data = await beside((self._folder / digest).read_bytes, seconds=DISK_SECONDS)
             if await digest_of(data) == digest:
-                entry.checked = True
+                entry.sums = await beside(lambda: _sums(data), seconds=DISK_SECONDS)
                 return data
             log.warning("%s is damaged in the cache", digest)
         except OSError as error:
@@ -126,7 +152,7 @@ class HashCache:
             return False
         self.used += len(data)
         try:
-            await beside(lambda: self._write(digest, data), seconds=DISK_SECONDS)
+            sums = await beside(lambda: self._write(digest, data), seconds=DISK_SECONDS)
         except BaseException as error:
             self.used -= len(data)
             if not isinstance(error, OSError):
@@ -135,7 +161,7 @@ class HashCache:
             return False
         if (before := self._entries.pop(digest, None)) is not None:
             self.used -= before.size
-        self._entries[digest] = _Entry(len(data), checked=True)
+        self._entries[digest] = _Entry(len(data), sums)
         return True
 
     def drop(self, digest: str) -> None:
@@ -152,11 +178,12 @@ class HashCache:
             self.drop(digest)
         return self.used + size <= self.limit
 
-    def _write(self, digest: str, data: bytes) -> None:
+    def _write(self, digest: str, data: bytes) -> Sums:
         part = self._folder / f"{TEMPORARY}{secrets.token_hex(8)}"
         try:
             part.write_bytes(data)
             os.replace(part, self._folder / digest)
+            return _sums(data)
         finally:
             part.unlink(missing_ok=True)
 
@@ -169,9 +196,15 @@ class HashCache:
                 about = entry.stat()
                 found.append((about.st_mtime, entry.name, about.st_size))
         for _, name, size in sorted(found):
-            self._entries[name] = _Entry(size, checked=False)
+            self._entries[name] = _Entry(size, None)
             self.used += size
         self._make_room(0)
+
+
+def _sums(data: bytes) -> Sums:
+    """xxh3-64 of each chunk: against decay, not against malice."""
+    view = memoryview(data)
+    return tuple(xxhash.xxh3_64_intdigest(view[at : at + CHUNK]) for at in range(0, len(view), CHUNK))
 
 
 async def digest_of(data: bytes) -> str:

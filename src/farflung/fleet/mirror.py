@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
@@ -26,7 +25,7 @@ from aiohttp.typedefs import Handler
 from farflung.core.errors import BadInput, Corrupt
 from farflung.fleet import process, wire
 from farflung.fleet.blocking import beside
-from farflung.fleet.cache import HashCache, digest_of
+from farflung.fleet.cache import CHUNK, Cached, Decayed, HashCache, digest_of
 from farflung.weights.manifest import MAX_OBJECT
 from farflung.weights.store import MAX_POINTER, Missing, Store, StoreError, check_key, open_store
 
@@ -39,7 +38,6 @@ PASSES = 32
 FILL_SECONDS = 900.0
 PASS_SECONDS = 60.0
 SEND_SECONDS = 60.0
-CHUNK = 1 << 20
 
 _HASHED = re.compile(r".+/(?:objects/|manifests/[0-9]{8,15}-)([0-9a-f]{64})")
 _LEASE = re.compile(r"[^/]+/leases/[^/]+")
@@ -106,16 +104,16 @@ class Mirror:
         if hashed is None:
             return await self._pass(request, key)
         digest = hashed[1]
-        with self._cache.open(digest) as fd:
-            if fd is not None:
+        with self._cache.open(digest) as cached:
+            if cached is not None:
                 self.stats.hits += 1
-                return await self._send_file(request, digest, fd)
+                return await self._send_file(request, digest, cached)
         data = memoryview(await self._filled(key, digest))
 
-        async def read(start: int, stop: int) -> memoryview:
-            return data[start:stop]
+        async def chunk(number: int) -> memoryview:
+            return data[number * CHUNK : (number + 1) * CHUNK]
 
-        return await self._send(request, digest, len(data), read)
+        return await self._send(request, digest, len(data), chunk)
 
     async def _put(self, request: web.Request) -> web.Response:
         key = check_key(request.match_info["key"])
@@ -177,26 +175,26 @@ class Mirror:
         except BadInput as problem:
             raise StoreError(f"the store behind this mirror is wrong: {problem}") from problem
 
-    async def _send_file(self, request: web.Request, digest: str, fd: int) -> web.StreamResponse:
-        size = os.fstat(fd).st_size
-
-        async def read(start: int, stop: int) -> bytes:
-            part = await asyncio.to_thread(os.pread, fd, stop - start, start)
-            if len(part) != stop - start:
+    async def _send_file(self, request: web.Request, digest: str, cached: Cached) -> web.StreamResponse:
+        async def chunk(number: int) -> bytes:
+            try:
+                return await asyncio.to_thread(cached.chunk, number)
+            except Decayed:
+                log.warning("%s is damaged in the cache", digest)
+                self.stats.rejected += 1
                 self._cache.drop(digest)
-                raise OSError(f"{digest} became shorter in the cache")
-            return part
+                raise
 
-        return await self._send(request, digest, size, read)
+        return await self._send(request, digest, cached.size, chunk)
 
     async def _send(
         self,
         request: web.Request,
         digest: str,
         size: int,
-        read: Callable[[int, int], Awaitable[bytes | memoryview]],
+        chunk: Callable[[int], Awaitable[bytes | memoryview]],
     ) -> web.StreamResponse:
-        """The object, or the range that was asked for, in chunks."""
+        """The object, or the range that was asked for, out of its chunks."""
         try:
             wanted = request.http_range
         except ValueError:
@@ -217,8 +215,9 @@ class Mirror:
         if request.method == "HEAD":
             return response
         try:
-            for at in range(start, stop, CHUNK):
-                part = await read(at, min(at + CHUNK, stop))
+            for number in range(start // CHUNK, -(-stop // CHUNK)):
+                at = number * CHUNK
+                part = (await chunk(number))[max(0, start - at) : stop - at]
                 async with asyncio.timeout(SEND_SECONDS):
                     await response.write(part)
                 self.stats.bytes_served += len(part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -78,6 +78,7 @@ class History:
         self.seal = seal
         self._newest: Version | None = None
         self._known: OrderedDict[Ref, Version] = OrderedDict()
+        self._avoided: frozenset[Part] = frozenset()
         self._looking = threading.Lock()
         self._caching = threading.Lock()
 
@@ -139,6 +140,12 @@ class History:
         except Gone:
             self.forget()
             return work()
+
+    def avoid(self, spoiled: Iterable[Part]) -> bool:
+        """Jumps with any of these objects are passed over from now on. False if all of them were avoided already."""
+        avoided = self._avoided.union(spoiled)
+        new, self._avoided = avoided != self._avoided, avoided
+        return new
 
     def forget(self) -> None:
         """Read versions from the store again, as far as they are still there."""
@@ -221,6 +228,8 @@ class History:
             try:
                 jump = read_jump(self.store, self.run, format, stop.number, span, self.seal)
                 if jump is None:
+                    continue
+                if not self._avoided.isdisjoint(jump.delta):
                     continue
                 if jump.root != here.root:
                     raise Corrupt("it leads to other weights than its version's", where=where)

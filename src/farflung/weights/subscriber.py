@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from bisect import bisect_right
@@ -30,6 +31,8 @@ from farflung.weights.store import Missing, Store
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 THREADS = 2
 FETCHES = 8
@@ -61,7 +64,7 @@ class Subscriber:
     """Follows one run in one format. Calls block for as long as the store does; ``newest`` may be asked during ``fetch``.
 
     It hands out whole versions whose hashes are those published, and nothing else. An error while a version is fetched
-    and checked leaves what is held; bits that turn out wrong while they are applied are fetched whole. Beside the weights,
+    and checked leaves what is held; a jump that cannot be read is passed over for a longer way; bits that turn out wrong while they are applied are fetched whole. Beside the weights,
     memory holds the objects as they came, and changes of a few groups of pieces (``PIECE_BYTES`` each).
     ``folder``: keep the bits there, for the next process; one subscriber at a time. ``small``: take deltas in fewer bytes where there are such. ``name``: say in the store what is held, so that it is not pruned.
     """
@@ -88,6 +91,8 @@ class Subscriber:
         self._image: Image | None = None
         self._handed: str | None = None
         self._fetched = self._links = 0
+        self._jumps: set[Part] = set()
+        self._spoiled: set[Part] = set()
         self._opened = False
         self._fetching = threading.Lock()
 
@@ -123,7 +128,14 @@ class Subscriber:
         with self._fetching:
             if not self._opened:
                 self._image, self._opened = self._room.load(), True
-            return self._history.afresh(lambda: self._fetch(version))
+            while True:
+                self._jumps, self._spoiled = set(), set()
+                try:
+                    return self._history.afresh(lambda: self._fetch(version))
+                except Corrupt as error:
+                    if not self._history.avoid(self._spoiled & self._jumps):
+                        raise
+                    log.warning("passed over, for a way that is longer: %s", str(error))
 
     def _fetch(self, version: int) -> Update:
         began, self._fetched, self._links = time.monotonic(), 0, 0
@@ -175,23 +187,28 @@ class Subscriber:
             return None  # it is of a run that the store knows no more, or was pruned
         if self.format not in upper.manifest.streams:
             return None  # it is of another run
-        links = self._history.links(min(image.version, wanted.number), upper, self.format)
+        links = self._links_between(min(image.version, wanted.number), upper)
         if not links or image.root != (links[-1].root if backwards else links[0].before):
             return None
         if backwards:
             return links
         anchored = self._history.anchored(wanted, self.format)
         if anchored is not None and anchored.number > image.version:
-            rest = self._history.links(anchored.number, wanted, self.format)
+            rest = self._links_between(anchored.number, wanted)
             whole = sum(part.nbytes for part in anchored.stream(self.format).anchor)
             if rest is not None and whole + sum(link.nbytes for link in rest) < sum(link.nbytes for link in links):
                 return None
         return links
 
+    def _links_between(self, start: int, stop: Version) -> Sequence[Link] | None:
+        links = self._history.links(start, stop, self.format)
+        self._jumps |= {part for link in links or () if link.stop - link.start > 1 for part in link.parts}
+        return links
+
     def _anchored(self, wanted: Version) -> tuple[Version, Sequence[Link]]:
         """The anchor that a version is made from, and the way on from there."""
         anchored = self._history.anchored(wanted, self.format)
-        links = None if anchored is None else self._history.links(anchored.number, wanted, self.format)
+        links = None if anchored is None else self._links_between(anchored.number, wanted)
         if anchored is None or links is None:
             raise Missing(f"version {wanted.number} was pruned", where=f"run {self._history.run}")
         return anchored, links
@@ -230,12 +247,8 @@ class Subscriber:
         if small and self._small and len(links) == 1 and links[0].small:
             parts = [links[0].small]
 
-        def read(part: Part) -> Object:
-            raw = read_part(self._store, self._history.run, part)
-            return delta.read(raw, schema, where=f"object {object_key(self._history.run, part)}")
-
         self._fetched += sum(part.nbytes for each in parts for part in each)
-        objects = _ahead(read, [part for each in parts for part in each], FETCHES)
+        objects = _ahead(lambda part: self._object(part, schema), [part for each in parts for part in each], FETCHES)
         names = [f"{self.format} of version {link.stop}" for link in links]
         return Staged(schema, ((name, islice(objects, len(each))) for name, each in zip(names, parts, strict=True)))
 
@@ -309,13 +322,17 @@ class Subscriber:
     def _decoded(self, parts: Sequence[Part], schema: Schema) -> Iterator[Change]:
         """The changes of objects, which are fetched and decoded a few at a time."""
 
-        def read(part: Part) -> list[Change]:
-            raw = read_part(self._store, self._history.run, part)
-            return delta.decode(raw, schema, where=f"object {object_key(self._history.run, part)}")
-
         self._fetched += sum(part.nbytes for part in parts)
-        for changes in _ahead(read, parts, self._threads):
+        for changes in _ahead(lambda part: self._object(part, schema).changes(), parts, self._threads):
             yield from changes
+
+    def _object(self, part: Part, schema: Schema) -> Object:
+        try:
+            raw = read_part(self._store, self._history.run, part)
+            return delta.read(raw, schema, where=f"object {object_key(self._history.run, part)}")
+        except Corrupt:
+            self._spoiled.add(part)
+            raise
 
     def _schema(self, part: Part) -> Schema:
         where = f"schema {object_key(self._history.run, part)}"

@@ -49,14 +49,22 @@ def run(argv: Sequence[str]) -> int:
     history = place.history()
     newest = history.newest()
     assert newest is not None  # a run without a pointer is not opened
-    versions = list(islice(history.back(newest), args.last or None))[::-1]
-    entries = {version.number: _entries(history, version) for version in versions}
+    entries: dict[int, dict[str, Entry]] = {}
+    fault: Corrupt | None = None
+    try:
+        for version in islice(history.back(newest), args.last or None):
+            entries[version.number] = _entries(history, version)
+    except Corrupt as error:
+        fault = error
+    entries = dict(sorted(entries.items()))
     leases = _leases(place)
     if args.json:
         print(_json(place, newest.number, entries, leases))
     else:
         _print(place, newest.number, entries, leases)
-    return 0
+    if fault is not None:
+        print(f"farflung: {fault}; versions before it are not shown", file=sys.stderr)
+    return 1 if fault else 0
 
 
 def _entries(history: History, version: Version) -> dict[str, Entry]:
