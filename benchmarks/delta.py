@@ -81,6 +81,7 @@ class Case:
 
     def figures(self) -> dict[str, float]:
         ours, encode, decode = self.sizes["ours"], self.seconds["encode"], self.seconds["decode"]
+        xor = min(encode["XOR"], encode["XOR all"])  # the same work, timed twice
         return {
             "share": self.changed / self.weights,
             "bytes_per_change": ours / self.changed,
@@ -89,7 +90,7 @@ class Case:
             "dense_ratio": 2 * self.weights / ours,
             "size_vs_xor_zstd": self.sizes["XOR"] / ours,
             "size_vs_int32_bf16": self.sizes["int32"] / ours,
-            "encode_vs_xor_zstd": encode["XOR"] / encode["ours"],
+            "encode_vs_xor_zstd": xor / encode["ours"],
             "decode_vs_xor_zstd": decode["XOR"] / decode["ours"],
             "decode_vs_xor_zstd_whole": decode["XOR all"] / decode["ours"],
             "encode_vs_int32_bf16": encode["int32"] / encode["ours"],

@@ -1,13 +1,14 @@
 """Loading a version into an engine that serves: how long its turns stand still, and what it costs beside a whole load.
 
-    python benchmarks/swap.py [--model FOLDER] [--formats bf16 nvfp4] [--share 0.008] [--loads 4] [--batch 4]
+    python benchmarks/swap.py [--model FOLDER] [--formats bf16 nvfp4] [--share 0.008] [--loads 24] [--batch 4]
 
 The model is "random-135m", random weights in the shape of SmolLM2-135M, or a folder. While the embedded engine decodes a batch,
 versions that differ in ``--share`` of their BF16 elements go through a publisher and a subscriber over a folder, each in the
 engine's own format, and are loaded with the positions of what changed. The last version is then loaded once more, whole. Gaps are
-between the ends of two decoding steps; loading happens in another thread of the same core. ``pause_over_step_ms``: the longest
-gap that holds a swap, less the median undisturbed step; a swap that costs nothing shows the noise of a step. The last line is
-JSON: that, its limit of 10 ms, and whole over partial load, by format.
+between the ends of two decoding steps; loading happens in another thread of the same core. ``pause_over_step_ms``: of the
+gaps that hold a swap, their median less the median of undisturbed steps; ``longest_over_step_ms``: the longest of them less
+that. A step now and then takes twice as long without any swap (99 % is shown), and so does one that holds a swap. The last line
+is JSON: these, their limit of 10 ms, the longest swap itself, and whole over partial load, by format.
 """
 
 from __future__ import annotations
@@ -111,11 +112,12 @@ async def measure(args: argparse.Namespace, format: str, folder: Path) -> dict[s
     print(
         f"{format}: {int(sum(map(len, (update.changed or {}).values()))):,} elements changed; load {partial:.2f} s, whole "
         f"{seconds[-1]:.2f} s; step {1e3 * step:.1f} ms (99 %: {1e3 * float(np.percentile(gaps[~loading], 99)):.1f}), "
-        f"longest step while loading {1e3 * float(gaps[loading].max()):.1f} ms, longest that holds a swap "
-        f"{1e3 * max(held):.1f} ms, longest swap {1e3 * swap:.2f} ms"
+        f"step while loading {1e3 * float(np.median(gaps[loading])):.1f} ms, that holds a swap {1e3 * float(np.median(held)):.1f} ms "
+        f"(longest {1e3 * max(held):.1f}), longest swap {1e3 * swap:.2f} ms"
     )
     return {
-        "pause_over_step_ms": 1e3 * (max(held) - step),
+        "pause_over_step_ms": 1e3 * (float(np.median(held)) - step),
+        "longest_over_step_ms": 1e3 * (max(held) - step),
         "swap_ms": 1e3 * swap,
         "whole_vs_partial": seconds[-1] / partial,
     }
@@ -126,7 +128,7 @@ def main() -> None:
     parser.add_argument("--model", default="random-135m")
     parser.add_argument("--formats", nargs="+", default=["bf16", "nvfp4"])
     parser.add_argument("--share", type=float, default=0.008, help="of the BF16 elements that change")
-    parser.add_argument("--loads", type=int, default=4)
+    parser.add_argument("--loads", type=int, default=24)
     parser.add_argument("--batch", type=int, default=4)
     args = parser.parse_args()
     torch.set_num_threads(1)
