@@ -99,3 +99,45 @@ def test_both_refuse_what_does_not_fit(
             packed.changes()
         with pytest.raises(Corrupt, match=why):
             packed.apply(np.zeros(len(control), np.uint16))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@given(seed=st.integers(0, 999), items=st.integers(0, 500), shares=st.tuples(*[st.sampled_from([0.0, 0.05, 0.6])] * 2))
+@settings(max_examples=30, deadline=None)
+def test_both_fold_alike(kind: ElementType, seed: int, items: int, shares: tuple[float, float]) -> None:
+    rng = np.random.default_rng(seed)
+    start = rng.integers(0, 256, items).astype(kind.dtype)
+    arrays = [start]
+    for share in shares:
+        after = arrays[-1].copy()
+        where = rng.random(items) < share
+        after[where] = np.where(rng.random(items) < 0.3, start, after + rng.integers(0, 3, items).astype(kind.dtype))[
+            where
+        ]
+        arrays.append(after)
+    first, second = changes.find(arrays[0], arrays[1], kind), changes.find(arrays[1], arrays[2], kind)
+    found = []
+    for on in (False, True):
+        with compiled(on):
+            folded = changes.fold(first, second, kind)
+        assert folded.steps.dtype == kind.dtype
+        found.append((folded.positions.tolist(), folded.steps.tolist()))
+    whole = changes.find(arrays[0], arrays[2], kind)
+    assert found == [(whole.positions.tolist(), whole.steps.tolist())] * 2
+
+
+@pytest.mark.parametrize("on", [False, True], ids=["numpy", "compiled"])
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_changes_in_one_room_do_not_touch_each_other(on: bool, share: float) -> None:
+    """Types of every width in turn, of odd lengths, all changed: more than the room has place for."""
+    rng, found = np.random.default_rng(0), []
+    arrays = [rng.integers(0, 100, 5 + 2 * i).astype(KINDS[i % 3].dtype) for i in range(90)]
+    room = changes.Room(sum(array.nbytes for array in arrays))
+    with compiled(on):
+        for i, before in enumerate(arrays):
+            after = before.copy()
+            after[rng.random(len(after)) < share] += before.dtype.type(1 + i)
+            found.append((before, after, changes.find(before, after, KINDS[i % 3], room=room)))
+    for before, after, change in found:
+        before[change.positions] += change.steps
+        np.testing.assert_array_equal(before, after)

@@ -18,6 +18,8 @@ from farflung.weights.elements import Bits, ElementType
 
 Positions = npt.NDArray[np.int32]
 """Of elements in an array; a piece has at most 2^27 of them."""
+WORTH_CHANGES = 1 << 16
+"""Fewer changes are folded by numpy."""
 BLOCK = 4 << 20
 """Bytes that are compared at a time, so that a second look at them need not go to memory."""
 
@@ -50,14 +52,17 @@ class Room:
         """Begin again; changes that lie here are no more."""
         self._at = self._byte = 0
 
-    def rest(self, dtype: np.dtype[Any]) -> tuple[Positions, Bits]:
-        """What is left, for steps of a type."""
+    def free(self, count: int, dtype: np.dtype[Any]) -> tuple[Positions, Bits]:
+        """Where positions and steps of so many changes may be written; memory of its own where not enough is left."""
         self._byte += -self._byte % dtype.itemsize
-        left = self._steps[self._byte :]
-        return self._positions[self._at :], left[: len(left) // dtype.itemsize * dtype.itemsize].view(dtype)
+        positions = self._positions[self._at : self._at + count]
+        steps = self._steps[self._byte : self._byte + count * dtype.itemsize]
+        if len(positions) < count or len(steps) < count * dtype.itemsize:
+            return np.empty(count, np.int32), np.empty(count, dtype)
+        return positions, steps.view(dtype)
 
     def keep(self, changes: Changes) -> None:
-        """These were written to the beginning of the rest."""
+        """These were written to what was free, and stay."""
         self._at += len(changes)
         self._byte += changes.steps.nbytes
 
@@ -75,7 +80,7 @@ def find(
     ``look`` is given all of ``after``, part by part, while it is in a core's cache.
     """
     room = room or Room(before.nbytes)
-    items, steps = room.rest(before.dtype)
+    items, steps = room.free(len(before) + kernels.BURST, before.dtype)
     compiled, block, n = kernels.worth(len(before)), BLOCK // before.itemsize, 0
     for start in range(0, len(before), block):
         old, new = before[start : start + block], after[start : start + block]
@@ -118,6 +123,13 @@ def invert(changes: Changes, kind: ElementType) -> Changes:
 
 def fold(first: Changes, second: Changes, kind: ElementType) -> Changes:
     """Both, one after the other, as one; elements that end where they began are left out."""
+    total = len(first) + len(second)
+    if kernels.worth(total, WORTH_CHANGES):
+        positions, steps = np.empty(total, np.int32), np.empty(total, first.steps.dtype)
+        mask = first.steps.dtype.type(15 if kind.bits == 4 else np.iinfo(first.steps.dtype).max)
+        parts = first.positions, first.steps, second.positions, second.steps
+        n = kernels.compiled(kernels.merge)(*parts, mask, positions, steps)
+        return Changes(positions[:n], steps[:n])
     positions = np.concatenate([first.positions, second.positions])
     steps = np.concatenate([first.steps, second.steps])
     order = np.argsort(positions, kind="stable")

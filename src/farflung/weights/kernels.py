@@ -32,9 +32,9 @@ def available() -> bool:
     return True
 
 
-def worth(items: int) -> bool:
+def worth(items: int, least: int = WORTH_ITEMS) -> bool:
     """Whether the loops over so many items should be compiled ones."""
-    return items >= WORTH_ITEMS and available()
+    return items >= least and available()
 
 
 @cache
@@ -171,6 +171,31 @@ def _prefetch_intrinsic() -> Any:
         return types.void(array, types.int64), generate
 
     return prefetch
+
+
+def merge(first, first_steps, second, second_steps, mask, positions, steps):  # type: ignore[no-untyped-def]
+    """Positions of both, rising, and the sums of their steps, without those that are zero under the mask; returns how many.
+
+    Which of two is next is for no processor to guess, so nothing branches on it.
+    """
+    n = i = j = 0
+    while i < first.size and j < second.size:
+        a, b = first[i], second[j]
+        step = (first_steps[i] * (a <= b) + second_steps[j] * (b <= a)) & mask
+        positions[n] = min(a, b)
+        steps[n] = step
+        n += step != 0
+        i += a <= b
+        j += b <= a
+    for k in range(i, first.size):
+        positions[n] = first[k]
+        steps[n] = first_steps[k]
+        n += 1
+    for k in range(j, second.size):
+        positions[n] = second[k]
+        steps[n] = second_steps[k]
+        n += 1
+    return n
 
 
 def pack(positions, steps, bits, low_bits, control, low, gaps, codes, seen):  # type: ignore[no-untyped-def]
