@@ -81,7 +81,8 @@ def find(
     """
     room = room or Room(before.nbytes)
     items, steps = room.free(len(before) + kernels.BURST, before.dtype)
-    compiled, block, n = kernels.worth(len(before)), BLOCK // before.itemsize, 0
+    compiled, n = kernels.worth(len(before)), 0
+    block = (BLOCK if compiled else BLOCK // 4) // before.itemsize  # numpy has intermediate results to keep there
     for start in range(0, len(before), block):
         old, new = before[start : start + block], after[start : start + block]
         if compiled:
@@ -113,7 +114,7 @@ def apply(array: Bits, changes: Changes, kind: ElementType) -> None:
     if kernels.worth(len(array)):
         kernels.adder()(array, changes.positions, changes.steps)
         return
-    array[changes.positions] += changes.steps
+    array[changes.positions.astype(np.intp)] += changes.steps  # numpy would convert them twice
 
 
 def invert(changes: Changes, kind: ElementType) -> Changes:
