@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -141,3 +145,20 @@ def test_changes_in_one_room_do_not_touch_each_other(on: bool, share: float) -> 
     for before, after, change in found:
         before[change.positions] += change.steps
         np.testing.assert_array_equal(before, after)
+
+
+def test_compiled_code_is_kept_for_the_next_process_once(tmp_path: Path) -> None:
+    program = (
+        "import numpy as np\n"
+        "from farflung.weights import changes\n"
+        "from farflung.weights.elements import ELEMENT_TYPES\n"
+        "before = np.zeros(1 << 20, np.uint16)\n"
+        "changes.apply(before.copy(), changes.find(before, before + 1, ELEMENT_TYPES['BF16']), ELEMENT_TYPES['BF16'])\n"
+    )
+    kept = []
+    for _ in range(2):
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+        subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+        kept.append(sorted(path.name for path in tmp_path.rglob("*.nb*")))
+    assert kept[0] == kept[1]
+    assert {name.split(".")[1].split("-")[0] for name in kept[0]} == {"find", "add"}

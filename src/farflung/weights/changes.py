@@ -86,7 +86,7 @@ def find(
     for start in range(0, len(before), block):
         old, new = before[start : start + block], after[start : start + block]
         if compiled:
-            n += kernels.finder()(old, new, start, items[n:], steps[n:])
+            n += kernels.loops().find(old, new, start, items[n:], steps[n:])
         else:
             at, by = _compare(old, new)
             items[n : n + len(at)], steps[n : n + len(at)] = at + start, by
@@ -112,7 +112,7 @@ def apply(array: Bits, changes: Changes, kind: ElementType) -> None:
             array[at] = (old & (0xF0 >> shift)) | (code << shift)
         return
     if kernels.worth(len(array)):
-        kernels.adder()(array, changes.positions, changes.steps)
+        kernels.loops().add(array, changes.positions, changes.steps)
         return
     array[changes.positions.astype(np.intp)] += changes.steps  # numpy would convert them twice
 
@@ -129,7 +129,7 @@ def fold(first: Changes, second: Changes, kind: ElementType) -> Changes:
         positions, steps = np.empty(total, np.int32), np.empty(total, first.steps.dtype)
         mask = first.steps.dtype.type(15 if kind.bits == 4 else np.iinfo(first.steps.dtype).max)
         parts = first.positions, first.steps, second.positions, second.steps
-        n = kernels.compiled(kernels.merge)(*parts, mask, positions, steps)
+        n = kernels.loops().merge(*parts, mask, positions, steps)
         return Changes(positions[:n], steps[:n])
     positions = np.concatenate([first.positions, second.positions])
     steps = np.concatenate([first.steps, second.steps])

@@ -98,8 +98,8 @@ class Packed:
 
     def _run(self, array: Bits, positions: Positions, steps: Bits, *, adds: bool) -> None:
         span, planes = self.span, (self.control, tuple(self.low), self.gaps, self.codes)
-        run = kernels.unpacker(adds=adds)
-        found, at = run(*planes, span.kind.bits, span.low_bits, span.size, array, positions, steps)
+        numbers = span.kind.bits, span.low_bits, span.size
+        found, at = kernels.loops().unpack(*planes, *numbers, array, positions, steps, adds)
         if found < 0:
             what = "an index is outside its {} elements" if found == -1 else "a step is outside its type's {} elements"
             raise Corrupt(f"{what.format(span.size)} (change {at} of {span.count})", where=self.where)
@@ -157,8 +157,8 @@ def _pack(
     n, k = len(changes), span.low_bits
     if kernels.worth(span.size):
         gaps, codes = np.empty(n, np.uint32), np.empty(n, np.uint32)
-        run = kernels.compiled(kernels.pack)
-        taken = run(changes.positions, changes.steps, span.kind.bits, k, control, tuple(low), gaps, codes, seen)
+        pack = kernels.loops().pack
+        taken = pack(changes.positions, changes.steps, span.kind.bits, k, control, tuple(low), gaps, codes, seen)
         return gaps[: taken[0]], codes[: taken[1]]
     gap = np.diff(changes.positions, prepend=-1) - 1
     top, code = gap >> k, _zigzag(changes.steps, span.kind)

@@ -46,7 +46,7 @@ def rank(before: Bits, changes: Changes) -> Ranked:
     begins = np.concatenate([[0], ends[:-1]])
     if kernels.worth(len(before)):
         ranks, sizes = np.empty(len(changes), np.int32), np.zeros(CLASSES, np.int64)
-        kernels.compiled(kernels.rank)(before, table, changes.positions, begins.copy(), ranks, sizes)
+        kernels.loops().rank(before, table, changes.positions, begins.copy(), ranks, sizes)
     else:
         found = [np.flatnonzero(table[(before >> 7) & 255] == c) for c in range(CLASSES)]
         sizes = np.array(list(map(len, found)))
@@ -70,7 +70,7 @@ def place(before: Bits, ranked: Ranked, where: str) -> Changes:
     if sizes is None:
         sizes, positions = np.zeros(CLASSES, np.int64), np.empty(len(ranks), np.int32)
         ordered = np.empty_like(steps)
-        n = kernels.compiled(kernels.place)(before, table, ranks, steps, ends - counts, ends, positions, ordered, sizes)
+        n = kernels.loops().place(before, table, ranks, steps, ends - counts, ends, positions, ordered, sizes)
         if n == len(ranks) and tuple(sizes.tolist()) == ranked.sizes:
             return Changes(positions, ordered)
     elif tuple(sizes.tolist()) == ranked.sizes:
@@ -86,7 +86,7 @@ def place(before: Bits, ranked: Ranked, where: str) -> Changes:
 def _classes(before: Bits) -> Bytes:
     """Exponent -> class."""
     if kernels.worth(len(before)):
-        top = kernels.compiled(kernels.top_exponent)(before)
+        top = kernels.loops().top_exponent(before)
     else:
         top = int(((before >> 7) & 255).max(initial=0))
     classes: Bytes = np.clip(top - np.arange(256), 0, CLASSES - 1).astype(np.uint8)
