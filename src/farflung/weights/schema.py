@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from farflung.core.errors import Corrupt
@@ -65,7 +66,7 @@ class Piece:
         return Span(self.size, self.kind, changed)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schema:
     """``tensors`` by name, ``pieces`` in the order that objects number them, ``tied``: another name -> its tensor's."""
 
@@ -100,7 +101,11 @@ class Schema:
 
     def root(self, hashes: Sequence[bytes]) -> str:
         """SHA-256 over the schema and every piece's hash: it names a version's bits, all of them."""
-        return hashlib.sha256(hashlib.sha256(self.encode()).digest() + b"".join(hashes)).hexdigest()
+        return hashlib.sha256(self._digest + b"".join(hashes)).hexdigest()
+
+    @cached_property
+    def _digest(self) -> bytes:
+        return hashlib.sha256(self.encode()).digest()
 
 
 def cut(name: str, tensor: TensorType, start: int = 0, size: int | None = None) -> Iterator[Piece]:
