@@ -50,7 +50,7 @@ class Ours:
         held = section_of(image)
 
         def apply(raw: bytes) -> None:
-            for change in delta.read(raw, self.schema, where="object").changes(packed=True):
+            for change in delta.read(raw, self.schema, where="object", ranked=True).changes(packed=True):
                 piece = self.schema.pieces[change.piece]
                 delta.apply(held.bits(piece), change.content, piece.kind)
 

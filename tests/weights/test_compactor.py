@@ -258,6 +258,22 @@ def test_what_is_lost_or_spoiled_is_named_once_and_the_rest_is_made(caplog: pyte
     assert compactor.step() == []
 
 
+def test_a_jump_whose_objects_are_lost_is_named_and_wider_ones_are_made_of_deltas() -> None:
+    store, history = MemoryStore(), walk(8, size=1e-3)
+    publish(store, history, anchor_every=100)
+    made = Compactor(store, RUN, levels=1, first=1).step()
+    (lost,) = (object_key(RUN, part) for one in made if one.version == 4 for part in one.delta)
+    store.delete(lost)
+    compactor = Compactor(store, RUN)
+    assert [(one.version, one.span) for one in compactor.step()] == [(4, 4), (8, 4), (8, 8)]
+    assert compactor.skipped == [f"object {lost}: a version needs it and it is not there"]
+    subscriber = Subscriber(store, RUN)
+    subscriber.fetch(0)
+    update = subscriber.fetch(8)
+    assert update.links == 1
+    assert equal(update.tensors, history[8])
+
+
 def test_a_version_that_cannot_be_read_is_named_and_those_after_it_get_jumps() -> None:
     store, history = MemoryStore(), walk(8)
     publish(store, history, anchor_every=100)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,10 @@ from farflung.weights import Compactor, FolderStore, Missing, Publisher, StoreEr
 from farflung.weights.changes import Changes
 from farflung.weights.delta import Change, Whole
 from farflung.weights.elements import Bits
-from farflung.weights.manifest import jump_key, manifest_key, object_key, pointer_key
+from farflung.weights.manifest import Part, Seal, jump_key, manifest_key, object_key, pointer_key, read_jump
 from farflung.weights.planes import compress
+from farflung.weights.ranked import rank
+from farflung.weights.schema import Schema
 from tests.weights.parts import (
     KEY,
     RUN,
@@ -176,7 +180,7 @@ def test_a_jump_whose_objects_cannot_be_read_is_gone_around(
         for key in keys:
             store.delete(key) if how == "gone" else overwrite(store, key, flip(raw(store, key), 99))
 
-    for span, links in ((4, 2), (2, 3)):
+    for span, links in ((4, 2), (2, 4)):
         spoil(objects[span])
         caplog.clear()
         follower, joiner = two.subscribers()
@@ -184,9 +188,59 @@ def test_a_jump_whose_objects_cannot_be_read_is_gone_around(
         assert equal(update.tensors, history[4])
         assert equal(joiner.fetch(4).tensors, history[4])
         assert update.links == links
-        assert f"passed over, for a way that is longer: object {objects[span][0]}" in caplog.text
+        assert f"tried again over a longer way: object {objects[span][0]}" in caplog.text
     spoil([object_key(RUN, part) for part in version(store, 3).stream("bf16").delta])
     two.refuse(4, f"object {RUN}/objects/")
+
+
+def wrong_step(raw: bytes, schema: Schema) -> bytes:
+    changes = delta.decode(raw, schema, where="jump")
+    first = changes[0].content
+    assert isinstance(first, Changes)
+    steps = np.where(first.steps == 1, np.uint16(2), np.uint16(1))
+    return delta.encode([replace(changes[0], content=Changes(first.positions, steps)), *changes[1:]], schema).raw
+
+
+def short_plane(raw: bytes, schema: Schema) -> bytes:
+    data, arrays = frame.decode(raw)
+    return frame.encode(data, arrays | {"control": compress(np.zeros(3, np.uint8))})
+
+
+def wrong_hash(raw: bytes, schema: Schema) -> bytes:
+    data, arrays = frame.decode(raw)
+    return frame.encode(data, arrays | {"hashes": arrays["hashes"] ^ np.uint8(1)})
+
+
+@pytest.mark.parametrize("spoil", [wrong_step, short_plane, wrong_hash])
+def test_a_wrong_jump_that_is_rightly_signed_is_gone_around(
+    store: FolderStore, spoil: Callable[[bytes, Schema], bytes]
+) -> None:
+    """Some of it may have been applied by then."""
+    history = walk(4, size=1e-3)
+    publish(store, history, key=KEY)
+    Compactor(store, RUN, key=KEY).step()
+    seal, schema = Seal(KEY), schema_of(store)
+    jump = read_jump(store, RUN, "bf16", 4, 4, seal)
+    assert jump is not None
+    parts = [Part(*add_object(store, spoil(raw(store, object_key(RUN, part)), schema))) for part in jump.delta]
+    wrong = replace(jump, delta=tuple(parts))
+    overwrite(store, jump_key(RUN, "bf16", 4, 4), seal.sign(wrong.encode()))
+    two = Two(store, history, KEY)
+    two.agree(4, history[4])
+    follower, _ = two.subscribers()
+    assert equal(follower.fetch(4).tensors, history[4])
+    assert equal(follower.fetch(0).tensors, history[0])
+
+
+def test_changes_told_of_old_weights_are_for_small_deltas_alone(store: FolderStore, two: Two) -> None:
+    schema, held = schema_of(store), bits(two.history[0])
+    (first, size, *_), *others = deltas(store)
+    changes = delta.decode(store.get(f"{RUN}/objects/{first}", size), schema, where="delta")
+    content = changes[0].content
+    assert isinstance(content, Changes)
+    changes[0] = replace(changes[0], content=rank(held[changes[0].piece], content))
+    forge(store, delta=[add_object(store, delta.encode(changes, schema).raw), *others])
+    two.refuse(1, "it is told of the old weights")
 
 
 def test_what_another_key_signed_is_refused(store: FolderStore) -> None:

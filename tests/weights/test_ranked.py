@@ -75,7 +75,7 @@ def test_it_is_smaller_than_positions_without_structure_can_be(lr: float, most: 
     as_plain, as_small = delta.encode([plain], schema), delta.encode([small], schema)
     assert len(as_small.raw) < most * len(as_plain.raw)
     assert len(as_small.raw) < as_plain.bound
-    (back,) = delta.decode(as_small.raw, schema, where="object")
+    (back,) = delta.decode(as_small.raw, schema, where="object", ranked=True)
     found = before.copy()
     delta.apply(found, back.content, BF16)
     assert np.array_equal(found, after)
@@ -104,7 +104,7 @@ def test_a_spoilt_object_is_refused_or_right(data: st.DataObject) -> None:
     raw = bytearray(delta.encode([delta.smaller(plain, schema.pieces[0], before)], schema).raw)
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
     try:
-        (change,) = delta.decode(bytes(raw), schema, where="object")
+        (change,) = delta.decode(bytes(raw), schema, where="object", ranked=True)
         delta.apply(before, change.content, BF16)
     except Corrupt:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from farflung.weights.changes import Changes
 from farflung.weights.delta import Change, Content, Dense, Whole
 from farflung.weights.elements import Bits, digest
 from farflung.weights.schema import Schema
-from farflung.weights.staging import Staged, Told, changed_elements
+from farflung.weights.staging import Staged, by_tensor, changed_elements
 from tests.weights.parts import RUN, MemoryStore, random_bits, schema
 
 SIX = schema(**{f"t{i}": ("BF16", (50,)) for i in range(6)})
@@ -85,8 +86,7 @@ def content(*positions: int) -> Changes:
 
 
 def test_positions_count_from_the_tensor_s_start_and_dense_steps_have_them_too() -> None:
-    cut = Schema(SIX.tensors, tuple(SIX.pieces), {})
-    piece = cut.pieces[0].__class__("t0", 20, 5, cut.pieces[0].kind)
+    piece = replace(SIX.pieces[0], start=20, size=5)
     given: list[tuple[Content, list[int]]] = [(content(0, 3), [20, 23])]
     given.append((Dense(np.array([0, 7, 0, 0, 65535], np.uint16)), [21, 24]))
     for each, expected in given:
@@ -97,22 +97,16 @@ def test_positions_count_from_the_tensor_s_start_and_dense_steps_have_them_too()
     assert changed_elements(Whole(np.zeros(5, np.uint16)), piece) is None
 
 
-def test_too_many_positions_are_not_kept() -> None:
-    """A sixteenth of 300 elements is 18."""
-    told = Told(SIX)
-    told.add(3, np.arange(10))
-    told.add(1, np.arange(8))
-    assert {name: at.tolist() for name, at in (told.positions() or {}).items()} == {
-        "t1": list(range(8)),
-        "t3": list(range(10)),
-    }
-    told.add(2, np.arange(1))
-    told.add(4, np.arange(0))
-    assert told.positions() is None
-    whole = Told(SIX)
-    whole.add(0, None)
-    whole.add(1, np.arange(0))
-    assert whole.positions() is None
+def test_what_pieces_tell_is_put_together_by_tensor() -> None:
+    schema = Schema(SIX.tensors, (*(replace(SIX.pieces[0], start=s, size=25) for s in (0, 25)), *SIX.pieces[1:]), {})
+    told = {2: np.array([7]), 1: np.array([30, 41]), 0: np.array([3])}
+    assert {name: at.tolist() for name, at in by_tensor(schema, told).items()} == {"t0": [3, 30, 41], "t1": [7]}
+
+
+def test_elements_that_change_are_counted_by_link() -> None:
+    _, rows, _ = walk(3, 4, 0.3)
+    counts = [sum(len(c.content) if isinstance(c.content, Changes) else 0 for c in row) for row in rows]
+    assert Staged(SIX, [(f"link {i}", objects(row, [2])) for i, row in enumerate(rows)]).changed == sum(counts)
 
 
 def test_memory_holds_objects_as_they_came_and_few_of_their_changes(monkeypatch: pytest.MonkeyPatch) -> None:

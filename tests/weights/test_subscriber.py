@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from farflung.core.errors import BadInput, Corrupt
-from farflung.weights import Compactor, FolderStore, Missing, Publisher, StoreError, Subscriber, Update, staging
+from farflung.weights import Compactor, FolderStore, Missing, Publisher, StoreError, Subscriber, Update
 from farflung.weights import schema as schema_module
 from farflung.weights.history import History
 from farflung.weights.manifest import Seal, manifest_key, object_key
@@ -44,7 +44,7 @@ FORMATS = ("bf16", "fp8", "mxfp4", "nvfp4")
 @pytest.fixture
 def all_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions are told however many elements changed: small policies change much at a time."""
-    monkeypatch.setattr(staging, "MOST_CHANGED", 1)
+    monkeypatch.setattr("farflung.weights.subscriber.MOST_CHANGED", 100)
 
 
 @pytest.fixture(params=["memory", "folder"])
@@ -394,6 +394,7 @@ def thousand() -> MemoryStore:
     return store
 
 
+@pytest.mark.usefixtures("all_told")
 def test_a_thousand_versions_behind_over_every_delta_or_over_few_jumps(thousand: MemoryStore) -> None:
     plain = Subscriber(thousand, RUN)
     plain.fetch(1)

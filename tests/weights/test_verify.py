@@ -103,12 +103,10 @@ def test_the_newest_versions_alone_need_the_whole_copy_before_them(store: Folder
 
 def test_a_pruned_run_is_sound(store: FolderStore) -> None:
     prune(history_of(store), 2)
+    assert verify(history_of(store)).versions == 7, "they are young: somebody may be reading them"
+    prune(history_of(store), 2, live_seconds=-1.0)
     verdict = verify(history_of(store))
-    assert (verdict.versions, verdict.faults) == (3, ())
-    assert verdict.orphans
-    assert all("/objects/" in key for key in verdict.orphans)  # too young to have gone with their versions
-    prune(history_of(store), 2, live_seconds=-1.0, orphan_seconds=-1.0)
-    assert verify(history_of(store)).orphans == ()
+    assert (verdict.versions, verdict.faults, verdict.orphans) == (3, (), ())
 
 
 @pytest.mark.parametrize("number", [1, 3, 4])

@@ -17,7 +17,7 @@ from farflung.core.errors import BadInput, Corrupt
 from farflung.weights import delta
 from farflung.weights.changes import Changes
 from farflung.weights.delta import Change
-from farflung.weights.history import History, Link, Version
+from farflung.weights.history import Detour, History, Link, Version
 from farflung.weights.manifest import Jump, Part, Seal, jump_key, name_part, object_key, read_jump, read_part
 from farflung.weights.schema import Schema, groups
 from farflung.weights.store import Conflict, Missing, Store
@@ -32,7 +32,8 @@ class Compactor:
     """Makes the jumps of a run's versions as they come. One at a time is enough; two do no harm.
 
     It begins 2^``levels`` versions before the newest, which is what one that was stopped may have left to do, or at
-    version ``first``. ``skipped``: what could not be read on the way, each said once. Jumps that need it are left out; others are made.
+    version ``first``. ``skipped``: what could not be read on the way, each said once. Jumps are made of what else there is; those
+    that need it are left out.
     """
 
     def __init__(
@@ -72,35 +73,39 @@ class Compactor:
             for level in range(1, self._levels + 1):
                 if number % (1 << level):
                     break
+                detour = Detour(self._history)
                 try:
-                    jump, there = self._history.afresh(partial(self._make, number, newest, format, 1 << level))
+                    jump, there = detour.tried(partial(self._make, number, newest, format, 1 << level, detour))
                 except Missing:
                     return  # pruned meanwhile
                 except Corrupt as error:
                     self._skip(error)
                     continue
+                finally:
+                    for met in detour.met:
+                        self._skip(met)
                 if jump is not None:
                     yield jump
                 elif not there:
                     break
 
-    def _make(self, number: int, newest: Version, format: str, span: int) -> tuple[Jump | None, bool]:
+    def _make(self, number: int, newest: Version, format: str, span: int, detour: Detour) -> tuple[Jump | None, bool]:
         """The jump if it is new, and whether there is one now."""
         history = self._history
         if read_jump(history.store, history.run, format, number, span, history.seal) is not None:
             return None, True
-        jump = make_jump(history, history.earlier(number, newest), format, span)
+        jump = make_jump(history, history.earlier(number, newest), format, span, detour)
         return jump, jump is not None
 
     def _skip(self, error: Corrupt) -> None:
         if str(error) not in self.skipped:
             self.skipped.append(str(error))
-            log.warning("no jump is made over this: %s", str(error))
+            log.warning("not jumped over: %s", str(error))
 
 
-def make_jump(history: History, version: Version, format: str, span: int) -> Jump | None:
+def make_jump(history: History, version: Version, format: str, span: int, detour: Detour) -> Jump | None:
     """Fold the links of a span into one and store it; None when some of them are gone or the schema changed on the way."""
-    links = history.links(version.number - span, version, format)
+    links = detour.links(version.number - span, version, format)
     if links is None:
         return None
     schema = Schema.decode(read_part(history.store, history.run, links[0].schema), "schema")

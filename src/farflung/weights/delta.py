@@ -167,7 +167,7 @@ def encode(changes: Sequence[Change], schema: Schema) -> Encoded:
     counts = [_count(change, piece) for change, piece in zip(changes, pieces, strict=True)]
     numbers = np.array([change.piece for change in changes], np.int64)
     columns = (np.diff(numbers, prepend=-1) - 1).astype("<u4"), forms, np.array(counts, "<u4")
-    found = [c for change in changes if isinstance(c := _plain(change.content), Changes)]
+    found = [c.content for c in changes if isinstance(c.content, Changes)]
     spans = [p.span(n) for p, n, form in zip(pieces, counts, forms, strict=True) if form == SPARSE]
     planes, seen = pack(spans, found)
     bound = entropy_bytes(spans, seen)
@@ -236,8 +236,8 @@ class Object:
         return changes
 
 
-def read(raw: bytes, schema: Schema, *, where: str) -> Object:
-    """The object without its changes, which come later. Raises Corrupt."""
+def read(raw: bytes, schema: Schema, *, where: str, ranked: bool = False) -> Object:
+    """The object without its changes, which come later; ``ranked``: form 3 may be among them. Raises Corrupt."""
     header, arrays = frame.decode(raw, where=where)
     if set(header) != {"kind", "pieces"} or header["kind"] != KIND or type(header["pieces"]) is not int:
         raise Corrupt(f"not a {KIND} object: {str(header)[:200]}", where=where)
@@ -245,17 +245,19 @@ def read(raw: bytes, schema: Schema, *, where: str) -> Object:
     if not 0 <= n <= len(schema.pieces):
         raise Corrupt(f"it is of {n} pieces, the schema has {len(schema.pieces)}", where=where)
     numbers, forms, counts, hashes = _table(arrays, n, schema, where)
+    if RANKED in forms and not ranked:
+        raise Corrupt("it is told of the old weights, which is for deltas in fewer bytes alone", where=where)
     if (total := sum(schema.pieces[number].nbytes for number in numbers)) > PIECE_BYTES:
         raise Corrupt(f"its pieces take {total} bytes; at most {PIECE_BYTES}", where=where)
     return Object(where, schema, numbers, forms, counts, hashes, arrays)
 
 
-def decode(raw: bytes, schema: Schema, *, where: str) -> list[Change]:
+def decode(raw: bytes, schema: Schema, *, where: str, ranked: bool = False) -> list[Change]:
     """The object's changes. Every number is checked before it is used, every size before memory is taken for it.
 
     Raises Corrupt with the object and, where one is at fault, the tensor.
     """
-    return read(raw, schema, where=where).changes()
+    return read(raw, schema, where=where, ranked=ranked).changes()
 
 
 def _both(first: Mapping[int, Change], second: Mapping[int, Change], schema: Schema) -> dict[int, Change]:
@@ -381,7 +383,7 @@ def _plain(content: Content) -> Changes | Dense | Whole | Ranked:
 
 
 def _form(content: Content) -> int:
-    return {Changes: SPARSE, Packed: SPARSE, Dense: DENSE, Whole: WHOLE, Ranked: RANKED}[type(content)]
+    return {Changes: SPARSE, Dense: DENSE, Whole: WHOLE, Ranked: RANKED}[type(content)]
 
 
 def _bits(content: Content) -> Bits:
@@ -396,10 +398,11 @@ def _takes(change: Change, piece: Piece, form: int, width: int) -> bool:
 def _count(change: Change, piece: Piece) -> int:
     """Elements that changed; all of a whole piece."""
     match change.content:
-        case Changes() | Packed() | Ranked():
+        case Changes() | Ranked():
             return len(change.content)
         case Dense(steps):
             halves = (steps & 15, steps >> 4) if piece.kind.bits == 4 else (steps,)
             return sum(int(np.count_nonzero(half)) for half in halves)
         case Whole():
             return piece.size
+    raise AssertionError("packed changes are not encoded again")

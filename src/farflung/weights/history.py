@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 CACHED = 512
 
 Result = TypeVar("Result")
+Jumped = tuple[int, int]
+"""How many versions a jump spans, and to which it leads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,35 @@ class Link:
         return sum(part.nbytes for part in self.parts)
 
 
+class Detour:
+    """Ways that go around what is wrong with jumps: deltas say the same. ``met``: what was wrong."""
+
+    def __init__(self, history: History) -> None:
+        self.met: list[Corrupt] = []
+        self._history = history
+        self._taken: set[Jumped] = set()
+        self._avoid: set[Jumped] = set()
+
+    def links(self, start: int, stop: Version, format: str) -> list[Link] | None:
+        """As ``History.links``, without the jumps that were on a way that failed."""
+        links = self._history.links(start, stop, format, self._avoid)
+        self._taken |= {(link.stop - link.start, link.stop) for link in links or () if link.stop - link.start > 1}
+        return links
+
+    def tried(self, work: Callable[[], Result]) -> Result:
+        """Do it; where it meets what is corrupt, again over other links, for as long as there were jumps among them."""
+        while True:
+            self._taken = set()
+            try:
+                return self._history.afresh(work)
+            except Corrupt as error:
+                if not self._taken:
+                    raise
+                self._avoid |= self._taken
+                self.met.append(error)
+                log.warning("tried again over a longer way: %s", str(error))
+
+
 class History:
     """Reads one run. Safe for several threads."""
 
@@ -78,7 +109,6 @@ class History:
         self.seal = seal
         self._newest: Version | None = None
         self._known: OrderedDict[Ref, Version] = OrderedDict()
-        self._avoided: frozenset[Part] = frozenset()
         self._looking = threading.Lock()
         self._caching = threading.Lock()
 
@@ -141,12 +171,6 @@ class History:
             self.forget()
             return work()
 
-    def avoid(self, spoiled: Iterable[Part]) -> bool:
-        """Jumps with any of these objects are passed over from now on. False if all of them were avoided already."""
-        avoided = self._avoided.union(spoiled)
-        new, self._avoided = avoided != self._avoided, avoided
-        return new
-
     def forget(self) -> None:
         """Read versions from the store again, as far as they are still there."""
         with self._caching:
@@ -200,7 +224,7 @@ class History:
                 return None
         return version
 
-    def links(self, start: int, stop: Version, format: str) -> list[Link] | None:
+    def links(self, start: int, stop: Version, format: str, avoid: Collection[Jumped] = ()) -> list[Link] | None:
         """The way from version ``start`` up to ``stop``, over the widest jumps there are; None when there is none left.
 
         A jump that does not read or does not fit its versions is said and passed over.
@@ -210,26 +234,26 @@ class History:
         while stop.number > start:
             if stop.stream(format).before is None:
                 return None
-            found = self._jump(start, stop, format) or self._step(stop, format)
+            found = self._jump(start, stop, format, avoid) or self._step(stop, format)
             if found is None:
                 return None
             link, stop = found
             links.append(link)
         return links[::-1]
 
-    def _jump(self, start: int, stop: Version, format: str) -> tuple[Link, Version] | None:
+    def _jump(self, start: int, stop: Version, format: str, avoid: Collection[Jumped]) -> tuple[Link, Version] | None:
         """The widest jump to a version that goes not below ``start``, and the version that it starts from."""
         here = stop.stream(format)
         for ref in stop.manifest.ancestors[:0:-1]:
             if ref.version < start:
                 continue
             span = stop.number - ref.version
+            if (span, stop.number) in avoid:
+                continue
             where = f"jump {jump_key(self.run, format, stop.number, span)}"
             try:
                 jump = read_jump(self.store, self.run, format, stop.number, span, self.seal)
                 if jump is None:
-                    continue
-                if not self._avoided.isdisjoint(jump.delta):
                     continue
                 if jump.root != here.root:
                     raise Corrupt("it leads to other weights than its version's", where=where)

@@ -179,7 +179,7 @@ class Planes:
     def plane(self, name: str, count: int) -> Bytes:
         """Exactly ``count`` bytes. The size that a zstd frame claims is what would be allocated: it is checked first."""
         if not count:
-            return np.zeros(0, np.uint8)
+            return np.frombuffer(b"", np.uint8)  # read-only, as all planes are: compiled code is made for either kind
         where = f"{self.where}, plane {name}"
         if name not in self.left:
             raise Corrupt("it is missing", where=where)
@@ -191,6 +191,7 @@ class Planes:
         for i in range(4):
             if count and (i == 0 or f"{name}{i}" in self.left):
                 numbers |= self.plane(f"{name}{i}", count).astype(np.uint32) << (8 * i)
+        numbers.setflags(write=False)
         return numbers
 
 

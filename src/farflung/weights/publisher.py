@@ -234,7 +234,7 @@ class Publisher:
                 before=base.version.stream(format).root if same and base is not None else None,
                 root=root,
                 changed=sum(one.changed for one in work) if same else 0,
-                elements=sum(piece.size for piece in schema.pieces),
+                elements=schema.elements,
                 delta=tuple(part for one in work for part in one.parts) if same else (),
                 anchor=tuple(part for one in work for part in one.anchor) if whole else (),
                 small=tuple(part for one in work for part in one.small) if same else (),

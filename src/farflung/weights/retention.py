@@ -124,7 +124,7 @@ def prune(
 ) -> Removed:
     """Remove old versions; the newest ``keep``, and all that live subscribers hold, can still be reached and joined.
 
-    Everything from the newest version at or below those that is stored whole in all its formats stays. Manifests go
+    So are versions younger than ``live_seconds``, for readers without a lease. Everything from the newest version at or below those that is stored whole in all its formats stays. Manifests go
     before their objects, oldest first, so that a pruning that is cut off leaves nothing half readable. Objects of what
     was removed go once they are older than ``live_seconds``, unless they were put again since. Those that nothing names,
     of a publisher that died or is at work, go once they are older than ``orphan_seconds``. ``dry_run``: only say what
@@ -140,7 +140,9 @@ def prune(
     newest = history.newest()
     if newest is None:
         return Removed(0, 0, 0, 0, 0)
-    lowest = min([max(0, newest.number - keep + 1), *live.values()])
+    manifests = {key: found for key in names if (found := _MANIFEST.fullmatch(key.removeprefix(f"{run}/")))}
+    young = [int(found[1]) for key, found in manifests.items() if names[key] <= live_seconds]
+    lowest = min([max(0, newest.number - keep + 1), *live.values(), *young])
     floor, kept = newest.number, set[str]()
     for version in history.back(newest):
         floor = version.number
@@ -162,7 +164,7 @@ def prune(
 
     for key in sorted(names):
         name = key.removeprefix(f"{run}/")
-        if (found := _MANIFEST.fullmatch(name)) and int(found[1]) < floor:
+        if (found := manifests.get(key)) and int(found[1]) < floor:
             release(key, _version_objects(history, Ref(int(found[1]), found[2])))
             remove(key, "versions")
         elif found := _JUMP.fullmatch(name):

@@ -78,6 +78,10 @@ class Schema:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    @property
+    def elements(self) -> int:
+        return sum(piece.size for piece in self.pieces)
+
     def encode(self) -> bytes:
         """The same schema gives the same bytes."""
         number = {name: i for i, name in enumerate(self.tensors)}

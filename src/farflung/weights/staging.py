@@ -8,7 +8,7 @@ dropped.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,18 +25,22 @@ from farflung.weights.schema import Piece, Schema, groups
 Flat = npt.NDArray[np.int64]
 """Positions of elements in a tensor's flat array."""
 
+Told = dict[int, Flat]
+"""By piece, the elements of its tensor that changed in it."""
+
 MOST_CHANGED = 1 / 16
 """Of a version's elements: where more may differ, an engine prepares most of its matrices whole, and positions take memory."""
 
 
 class Staged:
-    """Links' objects. ``after``: the hash that each changed piece has after all of them; ``whole``: whether any comes whole."""
+    """Links' objects. ``after``: the hash that each changed piece has after all of them; ``whole``: whether any comes whole;
+    ``changed``: elements, those that change in several links once for each."""
 
     def __init__(self, schema: Schema, links: Iterable[tuple[str, Iterable[Object]]]) -> None:
         """``links``: of each, what it is called and its objects. Raises Corrupt when two of a link hold the same piece."""
         self.after: dict[int, bytes] = {}
         self.whole = False
-        self._schema = schema
+        self.changed = 0
         numbers = list(groups(schema))
         firsts = [group.start for group in numbers]
         by_link: list[dict[int, list[Object]]] = []
@@ -48,6 +52,7 @@ class Staged:
                 seen += len(one.numbers)
                 after.update(zip(one.numbers, one.hashes, strict=True))
                 self.whole |= WHOLE in one.forms
+                self.changed += sum(one.counts)
                 # One or two: who publishes cuts objects where groups end.
                 for group in sorted({bisect_right(firsts, number) - 1 for number in one.numbers}):
                     by_group.setdefault(group, []).append(one)
@@ -79,30 +84,12 @@ class Group:
         return list(delta.fold_all(rows, self.schema).values())
 
 
-class Told:
-    """Gathers which elements changed, for as long as they are few enough to be worth telling."""
-
-    def __init__(self, schema: Schema) -> None:
-        self._schema = schema
-        self._left = int(MOST_CHANGED * sum(piece.size for piece in schema.pieces))
-        self._found: dict[int, Flat] = {}
-
-    def add(self, number: int, positions: Flat | None) -> None:
-        """The changed elements of a piece's tensor that lie in it; None: it came whole."""
-        self._left = -1 if positions is None else self._left - len(positions)
-        if positions is None or self._left < 0:
-            self._left, self._found = -1, {}
-        elif len(positions):
-            self._found[number] = positions
-
-    def positions(self) -> Mapping[str, Flat] | None:
-        """By tensor, rising; None for too many."""
-        if self._left < 0:
-            return None
-        found: dict[str, list[Flat]] = {}
-        for number in sorted(self._found):
-            found.setdefault(self._schema.pieces[number].tensor, []).append(self._found[number])
-        return {tensor: np.concatenate(parts) for tensor, parts in found.items()}
+def by_tensor(schema: Schema, told: Told) -> dict[str, Flat]:
+    """Rising."""
+    found: dict[str, list[Flat]] = {}
+    for number in sorted(told):
+        found.setdefault(schema.pieces[number].tensor, []).append(told[number])
+    return {tensor: parts[0] if len(parts) == 1 else np.concatenate(parts) for tensor, parts in found.items()}
 
 
 def changed_elements(content: Content, piece: Piece) -> Flat | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -20,19 +19,17 @@ from farflung.core.errors import Corrupt
 from farflung.weights import delta, ranked
 from farflung.weights.delta import Change, Object, Whole
 from farflung.weights.elements import digest
-from farflung.weights.history import History, Link, Version
+from farflung.weights.history import Detour, History, Link, Version
 from farflung.weights.image import Folder, Image, Room
 from farflung.weights.manifest import Part, Seal, object_key, read_part
 from farflung.weights.ranked import Ranked
 from farflung.weights.retention import Lease
-from farflung.weights.schema import Schema
-from farflung.weights.staging import Flat, Group, Staged, Told, changed_elements
+from farflung.weights.schema import Schema, groups
+from farflung.weights.staging import MOST_CHANGED, Flat, Group, Staged, Told, by_tensor, changed_elements
 from farflung.weights.store import Missing, Store
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-log = logging.getLogger(__name__)
 
 THREADS = 2
 FETCHES = 8
@@ -64,7 +61,7 @@ class Subscriber:
     """Follows one run in one format. Calls block for as long as the store does; ``newest`` may be asked during ``fetch``.
 
     It hands out whole versions whose hashes are those published, and nothing else. An error while a version is fetched
-    and checked leaves what is held; a jump that cannot be read is passed over for a longer way; bits that turn out wrong while they are applied are fetched whole. Beside the weights,
+    and checked leaves what is held; where a jump is wrong a longer way is taken; bits that turn out wrong while they are applied are fetched whole. Beside the weights,
     memory holds the objects as they came, and changes of a few groups of pieces (``PIECE_BYTES`` each).
     ``folder``: keep the bits there, for the next process; one subscriber at a time. ``small``: take deltas in fewer bytes where there are such. ``name``: say in the store what is held, so that it is not pruned.
     """
@@ -91,8 +88,7 @@ class Subscriber:
         self._image: Image | None = None
         self._handed: str | None = None
         self._fetched = self._links = 0
-        self._jumps: set[Part] = set()
-        self._spoiled: set[Part] = set()
+        self._detour = Detour(self._history)
         self._opened = False
         self._fetching = threading.Lock()
 
@@ -128,14 +124,8 @@ class Subscriber:
         with self._fetching:
             if not self._opened:
                 self._image, self._opened = self._room.load(), True
-            while True:
-                self._jumps, self._spoiled = set(), set()
-                try:
-                    return self._history.afresh(lambda: self._fetch(version))
-                except Corrupt as error:
-                    if not self._history.avoid(self._spoiled & self._jumps):
-                        raise
-                    log.warning("passed over, for a way that is longer: %s", str(error))
+            self._detour = Detour(self._history)
+            return self._detour.tried(lambda: self._fetch(version))
 
     def _fetch(self, version: int) -> Update:
         began, self._fetched, self._links = time.monotonic(), 0, 0
@@ -147,19 +137,20 @@ class Subscriber:
             image.torn = set(self._differing(image, image.torn))
         # What changed is told against what was handed out last, which a fetch that failed since may have moved on from.
         known = image is not None and not image.torn and image.root == self._handed
-        told = Told(image.schema) if known and image is not None else None
+        told: Told | None = {} if known else None
         if image is None or image.root != root:
             change = None if image is None else self._change(image, wanted)
             if image is None or change is None:
                 image, told, staged = self._join(wanted), None, time.monotonic()
             else:
                 staged = time.monotonic()
+                told = None if change.whole or change.changed > MOST_CHANGED * image.schema.elements else told
                 self._apply(image, change, root, told, backwards=version < image.version)
         image.version = version
         if image.torn:
             self._repair(image, wanted)
             told = None
-        changed = None if told is None else told.positions()
+        changed = None if told is None else by_tensor(image.schema, told)
         self._room.save(image)
         self._handed = root
         if self._lease is not None:
@@ -187,28 +178,23 @@ class Subscriber:
             return None  # it is of a run that the store knows no more, or was pruned
         if self.format not in upper.manifest.streams:
             return None  # it is of another run
-        links = self._links_between(min(image.version, wanted.number), upper)
+        links = self._detour.links(min(image.version, wanted.number), upper, self.format)
         if not links or image.root != (links[-1].root if backwards else links[0].before):
             return None
         if backwards:
             return links
         anchored = self._history.anchored(wanted, self.format)
         if anchored is not None and anchored.number > image.version:
-            rest = self._links_between(anchored.number, wanted)
+            rest = self._detour.links(anchored.number, wanted, self.format)
             whole = sum(part.nbytes for part in anchored.stream(self.format).anchor)
             if rest is not None and whole + sum(link.nbytes for link in rest) < sum(link.nbytes for link in links):
                 return None
         return links
 
-    def _links_between(self, start: int, stop: Version) -> Sequence[Link] | None:
-        links = self._history.links(start, stop, self.format)
-        self._jumps |= {part for link in links or () if link.stop - link.start > 1 for part in link.parts}
-        return links
-
     def _anchored(self, wanted: Version) -> tuple[Version, Sequence[Link]]:
         """The anchor that a version is made from, and the way on from there."""
         anchored = self._history.anchored(wanted, self.format)
-        links = None if anchored is None else self._links_between(anchored.number, wanted)
+        links = None if anchored is None else self._detour.links(anchored.number, wanted, self.format)
         if anchored is None or links is None:
             raise Missing(f"version {wanted.number} was pruned", where=f"run {self._history.run}")
         return anchored, links
@@ -243,12 +229,16 @@ class Subscriber:
     def _stage(self, links: Sequence[Link], schema: Schema, *, small: bool = False) -> Staged:
         """The links' objects, fetched and their tables checked. ``small``: a single link may be had in fewer bytes."""
         self._links += len(links)
-        parts = [link.parts for link in links]
+        parts = plain = [link.parts for link in links]
         if small and self._small and len(links) == 1 and links[0].small:
             parts = [links[0].small]
 
         self._fetched += sum(part.nbytes for each in parts for part in each)
-        objects = _ahead(lambda part: self._object(part, schema), [part for each in parts for part in each], FETCHES)
+        objects = _ahead(
+            lambda part: self._object(part, schema, ranked=parts != plain),
+            [part for each in parts for part in each],
+            FETCHES,
+        )
         names = [f"{self.format} of version {link.stop}" for link in links]
         return Staged(schema, ((name, islice(objects, len(each))) for name, each in zip(names, parts, strict=True)))
 
@@ -266,15 +256,16 @@ class Subscriber:
         image.torn |= staged.after.keys()
 
         def settle(group: Group) -> list[tuple[int, bytes, Flat | None]]:
-            return [self._settle(image, c, told, backwards) for c in group.changes() if c.piece in sound]
+            tells = told is not None
+            return [self._settle(image, c, tells, backwards) for c in group.changes() if c.piece in sound]
 
         wrong = set[int]()
         for settled in _ahead(settle, staged.groups, self._threads):
             for number, hash, elements in settled:
                 if backwards:
                     hashes[number] = hash
-                if told is not None:
-                    told.add(number, elements)
+                if told is not None and elements is not None and len(elements):
+                    told[number] = elements
                 if hash != hashes[number]:
                     wrong.add(number)
         if backwards and image.schema.root(hashes) != root:
@@ -283,9 +274,7 @@ class Subscriber:
         image.hashes = hashes
         image.torn -= sound - wrong
 
-    def _settle(
-        self, image: Image, change: Change, told: Told | None, backwards: bool
-    ) -> tuple[int, bytes, Flat | None]:
+    def _settle(self, image: Image, change: Change, tells: bool, backwards: bool) -> tuple[int, bytes, Flat | None]:
         """Change a piece; its hash then, and which elements changed."""
         piece, bits, content = image.schema.pieces[change.piece], image.piece(change.piece), change.content
         if isinstance(content, Ranked):
@@ -294,23 +283,28 @@ class Subscriber:
         elif backwards:
             content = delta.invert(content, piece.kind)
         delta.apply(bits, content, piece.kind)
-        return change.piece, digest(bits), None if told is None else changed_elements(content, piece)
+        return change.piece, digest(bits), changed_elements(content, piece) if tells else None
 
     def _repair(self, image: Image, wanted: Version) -> None:
         """Torn pieces whose bits are those of the version after all stay; the others are made again, from the anchor."""
-        if odd := self._differing(image, image.torn):
+        if torn := set(self._differing(image, image.torn)):
             anchored, links = self._anchored(wanted)
-            fresh = {number: np.zeros_like(image.piece(number)) for number in odd}
-            for parts in (anchored.stream(self.format).anchor, *(link.parts for link in links)):
-                for change in self._decoded(_holding(parts, odd), image.schema):
-                    if change.piece in fresh:
-                        delta.apply(fresh[change.piece], change.content, image.schema.pieces[change.piece].kind)
-            for number, bits in fresh.items():
-                if digest(bits) != image.hashes[number]:
-                    place = self._place(wanted, image.schema, number)
-                    raise Corrupt("it does not have the published hash", where=place)
-                image.piece(number)[...] = bits
+            ways = [anchored.stream(self.format).anchor, *(link.parts for link in links)]
+            for group in groups(image.schema):
+                if odd := torn.intersection(group):
+                    self._make_again(image, odd, ways, wanted)
         image.torn = set()
+
+    def _make_again(self, image: Image, odd: Collection[int], ways: Iterable[Sequence[Part]], wanted: Version) -> None:
+        fresh = {number: np.zeros_like(image.piece(number)) for number in odd}
+        for parts in ways:
+            for change in self._decoded(_holding(parts, odd), image.schema):
+                if change.piece in fresh:
+                    delta.apply(fresh[change.piece], change.content, image.schema.pieces[change.piece].kind)
+        for number, bits in fresh.items():
+            if digest(bits) != image.hashes[number]:
+                raise Corrupt("it does not have the published hash", where=self._place(wanted, image.schema, number))
+            image.piece(number)[...] = bits
 
     def _differing(self, image: Image, pieces: Iterable[int]) -> list[int]:
         """Those whose bits do not have the hash that they should have."""
@@ -321,18 +315,13 @@ class Subscriber:
 
     def _decoded(self, parts: Sequence[Part], schema: Schema) -> Iterator[Change]:
         """The changes of objects, which are fetched and decoded a few at a time."""
-
         self._fetched += sum(part.nbytes for part in parts)
         for changes in _ahead(lambda part: self._object(part, schema).changes(), parts, self._threads):
             yield from changes
 
-    def _object(self, part: Part, schema: Schema) -> Object:
-        try:
-            raw = read_part(self._store, self._history.run, part)
-            return delta.read(raw, schema, where=f"object {object_key(self._history.run, part)}")
-        except Corrupt:
-            self._spoiled.add(part)
-            raise
+    def _object(self, part: Part, schema: Schema, *, ranked: bool = False) -> Object:
+        raw = read_part(self._store, self._history.run, part)
+        return delta.read(raw, schema, where=f"object {object_key(self._history.run, part)}", ranked=ranked)
 
     def _schema(self, part: Part) -> Schema:
         where = f"schema {object_key(self._history.run, part)}"

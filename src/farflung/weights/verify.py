@@ -249,7 +249,7 @@ class _Walk:
     def _small(self, image: Image, version: Version, stream: Stream, schema: Schema) -> None:
         """Hold the deltas in fewer bytes against the bits that they are told of."""
         owner = manifest_key(self.history.run, version.ref)
-        for part, changes in self._decoded(stream.small, schema, owner):
+        for part, changes in self._decoded(stream.small, schema, owner, ranked=True):
             for change in changes or ():
                 where = f"object {object_key(self.history.run, part)}, tensor {schema.pieces[change.piece].tensor}"
                 bits = image.piece(change.piece).copy()
@@ -354,7 +354,7 @@ class _Walk:
         return None
 
     def _decoded(
-        self, parts: Sequence[Part], schema: Schema, owner: str, mend: str = BRING_BACK
+        self, parts: Sequence[Part], schema: Schema, owner: str, mend: str = BRING_BACK, *, ranked: bool = False
     ) -> Iterator[tuple[Part, list[Change] | None]]:
         """Each object with its changes, or with None when it is not sound, which is noted. A few are read at a time.
 
@@ -365,7 +365,7 @@ class _Walk:
         def read(part: Part) -> list[Change] | Corrupt:
             where = f"object {object_key(run, part)}"
             try:
-                return delta.decode(read_part(self.history.store, run, part), schema, where=where)
+                return delta.decode(read_part(self.history.store, run, part), schema, where=where, ranked=ranked)
             except Corrupt as error:
                 return error
 

@@ -58,7 +58,7 @@ def _print(place: Place, verdict: Verdict) -> None:
     if len(orphans) > SHOWN:
         print(f"orphan  ... and {len(orphans) - SHOWN} more")
     if orphans:
-        print("        → if no publisher is at work, farflung weights gc removes objects among them after ten minutes")
+        print("        → if no publisher is at work, farflung weights gc removes objects among them after six hours")
     strays = "orphans not looked for" if verdict.orphans is None else f"{len(orphans)} orphans"
     seen = f"{verdict.versions} versions, {verdict.jumps} jumps, {verdict.objects} objects ({decimal(verdict.nbytes)})"
     print(f"run {place.run}: {seen}; {len(verdict.faults)} faults, {strays}")
