@@ -124,11 +124,11 @@ class Subscriber:
         with self._fetching:
             if not self._opened:
                 self._image, self._opened = self._room.load(), True
-            self._detour = Detour(self._history)
+            self._detour, self._fetched = Detour(self._history), 0
             return self._detour.tried(lambda: self._fetch(version))
 
     def _fetch(self, version: int) -> Update:
-        began, self._fetched, self._links = time.monotonic(), 0, 0
+        began, self._links = time.monotonic(), 0
         wanted = self._history.find(version)
         root = wanted.stream(self.format).root
         image, staged = self._image, began
