@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, sleep, time
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from farflung.run import publishing as module
 from farflung.run.client import RunClient
 from farflung.run.publishing import Publishing, Upkeep
 from farflung.weights import FolderStore, Publisher, StoreError, Subscriber
+from farflung.weights.retention import LIVE_SECONDS
 
 KEY = b"key"
 
@@ -89,6 +91,8 @@ def test_upkeep_folds_deltas_and_removes_old_versions(tmp_path: Path, monkeypatc
     publisher = Publisher(store, "run", key=KEY, anchor_every=4)
     for version in range(9):
         publisher.publish(version, weights(1.0 + version))
+    for file in filter(Path.is_file, tmp_path.rglob("*")):
+        os.utime(file, (time() - LIVE_SECONDS - 60,) * 2)
     upkeep = Upkeep(store, "run", Recipe(weights=WeightsConfig(levels=2, keep=2)), KEY)
     deadline = monotonic() + 20
     while monotonic() < deadline:

@@ -137,7 +137,7 @@ class WeightsConfig(Section):
     """Store BF16 deltas a second time, in about a quarter fewer bytes that take longer to apply, for samplers behind slow
     links (farflung serve --small)."""
     keep: Positive | None = None
-    """Remove versions that are older than this many, unless a sampler still holds them. None: keep all."""
+    """Remove versions that are older than this many and than ten minutes, unless a sampler still holds them. None: keep all."""
 
 
 class RouterConfig(Section):
