@@ -199,18 +199,24 @@ def unpack(control, low, gaps, codes, bits, low_bits, size, array, positions, st
     """
     taken_gaps = taken_codes = 0
     at = -1
-    limit, most = (1 << bits) - 1, size >> low_bits
+    limit = (1 << bits) - 1
     low0, low1, low2, low3 = low
+    step_of = np.empty(16, steps.dtype)
+    for code in range(16):
+        step_of[code] = (((code + 1) >> 1) ^ -((code + 1) & 1)) & limit
     for i in range(control.size):
         top = int(control[i]) >> 4
-        code = int(control[i]) & 15
+        small = int(control[i]) & 15
         if top == 15:
             top += gaps[taken_gaps]
             taken_gaps += 1
-        if code == 15:
-            code += codes[taken_codes]
+        if small == 15:
+            code = 15 + codes[taken_codes]
             taken_codes += 1
-        gap = top << low_bits
+            if code >= limit:
+                return -2, i
+            step_of[15] = (((code + 1) >> 1) ^ -((code + 1) & 1)) & limit
+        gap = top << low_bits  # at most 2^59, as gaps have 32 bits and a piece 2^27 elements
         if low_bits > 0:
             gap |= int(low0[i])
         if low_bits > 8:
@@ -220,10 +226,8 @@ def unpack(control, low, gaps, codes, bits, low_bits, size, array, positions, st
         if low_bits > 24:
             gap |= int(low3[i]) << 24
         at += gap + 1
-        if top > most or at >= size:
+        if at >= size:
             return -1, i
-        if code >= limit:
-            return -2, i
         slot = i
         if adds:
             prefetch(array, at)
@@ -231,7 +235,7 @@ def unpack(control, low, gaps, codes, bits, low_bits, size, array, positions, st
             if i >= AHEAD:
                 array[positions[slot]] += steps[slot]
         positions[slot] = at
-        steps[slot] = (((code + 1) >> 1) ^ -((code + 1) & 1)) & limit
+        steps[slot] = step_of[small]
     if adds:
         for i in range(max(0, control.size - AHEAD), control.size):
             slot = i & (AHEAD - 1)
