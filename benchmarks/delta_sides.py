@@ -11,7 +11,7 @@ from delta_weights import Images
 
 from farflung.weights import delta
 from farflung.weights.elements import Bits, digest
-from farflung.weights.encoding import Job, Work, encode_section
+from farflung.weights.encoding import Encoder, Job, Work
 from farflung.weights.manifest import Part
 from farflung.weights.schema import Schema, TensorType
 from farflung.weights.streams import BF16, Run, Section, schema_of
@@ -30,6 +30,7 @@ class Ours:
         self.schema: Schema = schema_of([section], {})
         numbers = range(len(self.schema.pieces))
         hashes = [digest(held.bits(piece)) for piece in self.schema.pieces]
+        self._encoders: dict[int, Encoder] = {}
         self._job = Job(section, held, hashes, self.schema, numbers, whole=False, small=small)
 
     def encode(self, threads: int) -> list[bytes]:
@@ -44,7 +45,9 @@ class Ours:
             objects[part.sha256] = raw
             return part
 
-        return encode_section(self._job, put, threads), objects
+        if threads not in self._encoders:  # a publisher has one for life
+            self._encoders[threads] = Encoder(threads)
+        return self._encoders[threads].encode(self._job, put), objects
 
     def decode(self, threads: int, objects: Sequence[bytes], image: Images) -> None:
         held = section_of(image)

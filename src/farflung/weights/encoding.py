@@ -72,33 +72,39 @@ class Job:
     small: bool = False
 
 
-def encode_section(job: Job, put: Callable[[bytes], Part], threads: int) -> Work:
-    """The job's objects, stored by ``put``, which is called from several threads."""
-    numbers, section, pieces = job.numbers, job.section, job.schema.pieces
-    overlaps = (range(max(g.start, numbers.start), min(g.stop, numbers.stop)) for g in groups(job.schema))
-    cut = [group for group in overlaps if len(group)]
-    rooms = SimpleQueue[Room]()
-    for _ in range(threads):
-        rooms.put(Room(PIECE_BYTES))
+class Encoder:
+    """Threads, each with room for what changed, which stays for the next section: memory is there once it was written to."""
 
-    def changed(group: range) -> Work:
-        room = rooms.get()
-        room.clear()
-        try:
-            return _changed(job, group, put, room)
-        finally:
-            rooms.put(room)
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._rooms = SimpleQueue[Room]()
+        for _ in range(threads):
+            self._rooms.put(Room(PIECE_BYTES))
 
-    with ThreadPoolExecutor(threads) as pool:
-        if job.before is None or job.hashes is None:
-            work = Work(list(pool.map(lambda number: digest(section.bits(pieces[number])), numbers)))
-        else:
-            work = Work([])
-            for one in pool.map(changed, cut):
-                work.add(one)
-        if job.whole:
-            work.anchor = list(pool.map(lambda group: _whole(job, group, work.hashes, put), cut))
-    return work
+    def encode(self, job: Job, put: Callable[[bytes], Part]) -> Work:
+        """The job's objects, stored by ``put``, which is called from several threads."""
+        numbers, section, pieces = job.numbers, job.section, job.schema.pieces
+        overlaps = (range(max(g.start, numbers.start), min(g.stop, numbers.stop)) for g in groups(job.schema))
+        cut = [group for group in overlaps if len(group)]
+
+        def changed(group: range) -> Work:
+            room = self._rooms.get()
+            room.clear()
+            try:
+                return _changed(job, group, put, room)
+            finally:
+                self._rooms.put(room)
+
+        with ThreadPoolExecutor(self._threads) as pool:
+            if job.before is None or job.hashes is None:
+                work = Work(list(pool.map(lambda number: digest(section.bits(pieces[number])), numbers)))
+            else:
+                work = Work([])
+                for one in pool.map(changed, cut):
+                    work.add(one)
+            if job.whole:
+                work.anchor = list(pool.map(lambda group: _whole(job, group, work.hashes, put), cut))
+        return work
 
 
 def _changed(job: Job, group: range, put: Callable[[bytes], Part], room: Room) -> Work:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from farflung.core.errors import BadInput
 from farflung.formats.selection import Selection
 from farflung.weights.elements import digest
-from farflung.weights.encoding import Job, Work, encode_section
+from farflung.weights.encoding import Encoder, Job, Work
 from farflung.weights.history import History, Version
 from farflung.weights.manifest import (
     Manifest,
@@ -139,6 +139,7 @@ class Publisher:
         self._anchor_every = anchor_every
         self._small = small
         self._threads = threads
+        self._encoder = Encoder(threads)
         self._ranks = ranks
         self._base: _Base | None = None
         self._stored = 0.0
@@ -284,7 +285,7 @@ class Publisher:
             before = self._base.sections[name]
             hashes = self._base.hashes[name][first - at : first - at + mine]
         job = Job(section, before, hashes, schema, numbers, whole=whole, small=self._small)
-        return Work.of(together(self._ranks, lambda: encode_section(job, self._put, self._threads).data()))
+        return Work.of(together(self._ranks, lambda: self._encoder.encode(job, self._put).data()))
 
     def _put(self, raw: bytes) -> Part:
         began = time.monotonic()
