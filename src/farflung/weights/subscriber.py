@@ -60,10 +60,13 @@ class Update:
 class Subscriber:
     """Follows one run in one format. Calls block for as long as the store does; ``newest`` may be asked during ``fetch``.
 
-    It hands out whole versions whose hashes are those published, and nothing else. An error while a version is fetched
-    and checked leaves what is held; where a jump is wrong a longer way is taken; bits that turn out wrong while they are applied are fetched whole. Beside the weights,
-    memory holds the objects as they came, and changes of a few groups of pieces (``PIECE_BYTES`` each).
-    ``folder``: keep the bits there, for the next process; one subscriber at a time. ``small``: take deltas in fewer bytes where there are such. ``name``: say in the store what is held, so that it is not pruned.
+    It hands out whole versions whose hashes are those published, and nothing else. An error while a version is fetched and
+    checked leaves what is held; where a jump is wrong a longer way is taken; bits that turn out wrong while they are applied are
+    fetched whole. Beside the weights, memory holds the objects as they came, and changes of a group of pieces (``PIECE_BYTES``)
+    for each thread and link.
+
+    ``folder``: keep the bits there, for the next process; one subscriber at a time. ``small``: take deltas in fewer bytes where
+    there are such. ``name``: say in the store what is held, so that it is not pruned.
     """
 
     def __init__(
@@ -229,16 +232,11 @@ class Subscriber:
     def _stage(self, links: Sequence[Link], schema: Schema, *, small: bool = False) -> Staged:
         """The links' objects, fetched and their tables checked. ``small``: a single link may be had in fewer bytes."""
         self._links += len(links)
-        parts = plain = [link.parts for link in links]
-        if small and self._small and len(links) == 1 and links[0].small:
-            parts = [links[0].small]
-
-        self._fetched += sum(part.nbytes for each in parts for part in each)
-        objects = _ahead(
-            lambda part: self._object(part, schema, ranked=parts != plain),
-            [part for each in parts for part in each],
-            FETCHES,
-        )
+        small = small and self._small and len(links) == 1 and bool(links[0].small)
+        parts = [link.small if small else link.parts for link in links]
+        every = [part for each in parts for part in each]
+        self._fetched += sum(part.nbytes for part in every)
+        objects = _ahead(lambda part: self._object(part, schema, ranked=small), every, FETCHES)
         names = [f"{self.format} of version {link.stop}" for link in links]
         return Staged(schema, ((name, islice(objects, len(each))) for name, each in zip(names, parts, strict=True)))
 
