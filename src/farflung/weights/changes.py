@@ -44,8 +44,8 @@ class Room:
 
     def __init__(self, nbytes: int) -> None:
         """``nbytes``: of the arrays together."""
-        self._positions = np.empty(nbytes + kernels.BURST, np.int32)
-        self._steps = np.empty(nbytes + 8 * kernels.BURST, np.uint8)
+        self._positions = np.empty(nbytes, np.int32)
+        self._steps = np.empty(nbytes, np.uint8)
         self.clear()
 
     def clear(self) -> None:
@@ -80,7 +80,7 @@ def find(
     ``look`` is given all of ``after``, part by part, while it is in a core's cache.
     """
     room = room or Room(before.nbytes)
-    items, steps = room.free(len(before) + kernels.BURST, before.dtype)
+    items, steps = room.free(len(before), before.dtype)
     compiled, n = kernels.worth(len(before)), 0
     block = (BLOCK if compiled else BLOCK // 4) // before.itemsize  # numpy has intermediate results to keep there
     for start in range(0, len(before), block):

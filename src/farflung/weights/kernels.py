@@ -9,10 +9,6 @@ from types import ModuleType
 
 WORTH_ITEMS = 1 << 20
 """Arrays of fewer items are left to numpy."""
-BURST = 4
-"""Changes that ``loops.find`` writes of each 64 items, wherever more than one in 256 changes."""
-AHEAD = 256
-"""Changes between asking for a place in memory and writing to it; a power of two."""
 
 
 @cache

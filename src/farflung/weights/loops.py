@@ -13,8 +13,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from farflung.weights.kernels import AHEAD, BURST
-
+BURST = 4
+"""Changes that ``find`` writes of each 64 items, wherever more than one in 256 changes."""
+AHEAD = 256
+"""Changes between asking for a place in memory and writing to it; a power of two."""
 RUN = 64
 """Words of 64 items after which ``find`` looks again how many of them change."""
 
@@ -78,7 +80,7 @@ def prefetch(context, array, item):
 @compiled
 def find(before, after, first, items, steps):
     """Where items differ and by how much; returns how many. ``items``, which count from ``first``, and ``steps`` have room
-    for all items and BURST more.
+    for all.
 
     64 items are compared by vector instructions, into a word with a bit for each. Where many words have some bits, as many
     as most have are written without a look at how many there are: a wrong guess of the processor costs more than that.
@@ -91,7 +93,7 @@ def find(before, after, first, items, steps):
         for at in range(64 * block, 64 * stop, 64):
             word = differing(before, after, at)
             k, end = n, n + ones(word)
-            if dense:
+            if dense and n + BURST <= items.size:
                 for _ in range(BURST):
                     item = at + (lowest(word) & 63)
                     items[k] = first + item
@@ -193,7 +195,7 @@ def pack(positions, steps, bits, low_bits, control, low, gaps, codes, seen):
 @compiled
 def unpack(control, low, gaps, codes, bits, low_bits, size, array, positions, steps, adds):
     """The way back: into positions and steps, or ``adds``: into an array of ``size`` items, each change once AHEAD more were asked
-    for; positions and steps have room for those then.
+    for; nothing is written to positions and steps then.
 
     Returns how many gaps and codes were taken, or -1 (an index) or -2 (a step) and which change is out of range.
     """
@@ -201,6 +203,8 @@ def unpack(control, low, gaps, codes, bits, low_bits, size, array, positions, st
     at = -1
     limit = (1 << bits) - 1
     low0, low1, low2, low3 = low
+    if adds:
+        positions, steps = np.empty(AHEAD, np.int32), np.empty(AHEAD, array.dtype)
     step_of = np.empty(16, steps.dtype)
     for code in range(16):
         step_of[code] = (((code + 1) >> 1) ^ -((code + 1) & 1)) & limit

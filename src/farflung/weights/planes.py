@@ -93,8 +93,7 @@ class Packed:
         if self.span.kind.bits == 4 or not kernels.worth(self.span.size):
             apply(array, self.changes(), self.span.kind)
             return
-        positions, steps = np.empty(kernels.AHEAD, np.int32), np.empty(kernels.AHEAD, array.dtype)
-        self._run(array, positions, steps, adds=True)
+        self._run(array, np.empty(0, np.int32), np.empty(0, array.dtype), adds=True)
 
     def _run(self, array: Bits, positions: Positions, steps: Bits, *, adds: bool) -> None:
         span, planes = self.span, (self.control, tuple(self.low), self.gaps, self.codes)
