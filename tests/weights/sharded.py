@@ -6,6 +6,7 @@ store, and writes it to ``whole.pt``. With "fail", the last rank's store breaks 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from datetime import timedelta
@@ -91,6 +92,7 @@ def main() -> None:
     while len(list(folder.glob("done-*"))) < size and time.monotonic() < deadline:
         time.sleep(0.05)
     dist.destroy_process_group()
+    os._exit(0)  # threads of gloo now and then abort a process that ends
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from farflung.core.errors import BadInput
+from farflung.core.errors import BadInput, Corrupt
 from farflung.weights import Compactor, FolderStore, Missing, Publisher, StoreError, Subscriber
 from farflung.weights.history import History
 from farflung.weights.manifest import Seal, jump_key, manifest_key, object_key
@@ -29,6 +29,7 @@ from tests.weights.parts import (
     overwrite,
     publish,
     step,
+    version,
     walk,
     weights,
 )
@@ -433,3 +434,19 @@ def test_what_is_not_ours_is_left_alone() -> None:
         store.written[key] = 0
     assert pruned(store, 1).floor == 9
     assert all(key in store.objects for key in foreign)
+
+
+def test_nothing_goes_where_a_version_between_others_is_lost() -> None:
+    """It may be all that leads to the whole copy that the newest version starts from."""
+    store, history = MemoryStore(), walk(8)
+    publish(store, history, anchor_every=100)
+    store.now += 2 * ORPHAN_SECONDS
+    lost = manifest_key(RUN, version(store, 5).ref)
+    kept = store.objects.pop(lost)
+    before = set(store.objects)
+    with pytest.raises(Corrupt, match="the version before version 6 is not there, but 5 older ones are"):
+        pruned(store, 100)
+    assert set(store.objects) == before
+    store.objects[lost] = kept
+    assert pruned(store, 100).versions == 0
+    assert equal(Subscriber(store, RUN).fetch(8).tensors, history[8])

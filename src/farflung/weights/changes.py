@@ -52,6 +52,11 @@ class Room:
         """Begin again; changes that lie here are no more."""
         self._at = self._byte = 0
 
+    @property
+    def nbytes(self) -> int:
+        """That were written to."""
+        return self._positions.itemsize * self._at + self._byte
+
     def free(self, count: int, dtype: np.dtype[Any]) -> tuple[Positions, Bits]:
         """Where positions and steps of so many changes may be written; memory of its own where not enough is left."""
         self._byte += -self._byte % dtype.itemsize

@@ -77,13 +77,13 @@ class Compactor:
                 try:
                     jump, there = detour.tried(partial(self._make, number, newest, format, 1 << level, detour))
                 except Missing:
-                    return  # pruned meanwhile
+                    break  # pruned meanwhile
                 except Corrupt as error:
                     self._skip(error)
                     continue
                 finally:
-                    for met in detour.met:
-                        self._skip(met)
+                    if detour.met is not None:
+                        self._skip(detour.met)
                 if jump is not None:
                     yield jump
                 elif not there:
@@ -110,7 +110,7 @@ def make_jump(history: History, version: Version, format: str, span: int, detour
         return None
     schema = Schema.decode(read_part(history.store, history.run, links[0].schema), "schema")
     changed, parts = 0, []
-    for changes in _folded(history, links, schema):
+    for changes in _folded(history, links, schema, detour):
         encoded = delta.encode(changes, schema)
         part = replace(name_part(encoded.raw), first=changes[0].piece)
         history.store.put(object_key(history.run, part), encoded.raw)
@@ -125,9 +125,9 @@ def make_jump(history: History, version: Version, format: str, span: int, detour
     return jump
 
 
-def _folded(history: History, links: Sequence[Link], schema: Schema) -> Iterator[list[Change]]:
+def _folded(history: History, links: Sequence[Link], schema: Schema, detour: Detour) -> Iterator[list[Change]]:
     """Groups of pieces with all that became of them, in order. Memory holds one group's changes of every link."""
-    rows = [_Changes(history, link.parts, schema) for link in links]
+    rows = [_Changes(history, link, schema, detour) for link in links]
     for numbers in groups(schema):
         group = delta.fold_all([row.take(numbers[-1]) for row in rows], schema)
         changes = [group[number] for number in sorted(group) if not _cancelled(group[number])]
@@ -138,8 +138,9 @@ def _folded(history: History, links: Sequence[Link], schema: Schema) -> Iterator
 class _Changes:
     """A link's changes in order of their pieces, of which one object's are decoded at a time."""
 
-    def __init__(self, history: History, parts: Sequence[Part], schema: Schema) -> None:
-        self._history, self._parts, self._schema = history, list(parts), schema
+    def __init__(self, history: History, link: Link, schema: Schema, detour: Detour) -> None:
+        self._history, self._parts, self._schema = history, list(link.parts), schema
+        self._detour, self._jumps = detour, link.jumps
         self._ahead: list[Change] = []
 
     def take(self, last: int) -> Iterator[Change]:
@@ -154,8 +155,9 @@ class _Changes:
                 return
 
     def _decode(self, part: Part) -> list[Change]:
-        raw = read_part(self._history.store, self._history.run, part)
-        return delta.decode(raw, self._schema, where=f"object {object_key(self._history.run, part)}")
+        with self._detour.blaming(self._jumps):
+            raw = read_part(self._history.store, self._history.run, part)
+            return delta.decode(raw, self._schema, where=f"object {object_key(self._history.run, part)}")
 
 
 def _cancelled(change: Change) -> bool:

@@ -16,6 +16,9 @@ from farflung.weights.manifest import Part
 from farflung.weights.schema import PIECE_BYTES, Schema, groups
 from farflung.weights.streams import Section
 
+KEPT_BYTES = 32 << 20
+"""What a room for changes may have taken to be kept: those of a group of which a sixth changed."""
+
 
 @dataclass(slots=True)
 class Work:
@@ -73,7 +76,7 @@ class Job:
 
 
 class Encoder:
-    """Threads, each with room for what changed, which stays for the next section: memory is there once it was written to."""
+    """Threads, each with room for what changed, which stays for the next section unless much was written: memory is there then."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -93,7 +96,7 @@ class Encoder:
             try:
                 return _changed(job, group, put, room)
             finally:
-                self._rooms.put(room)
+                self._rooms.put(room if room.nbytes <= KEPT_BYTES else Room(PIECE_BYTES))
 
         with ThreadPoolExecutor(self._threads) as pool:
             if job.before is None or job.hashes is None:

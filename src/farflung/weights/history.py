@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -30,8 +31,6 @@ log = logging.getLogger(__name__)
 CACHED = 512
 
 Result = TypeVar("Result")
-Jumped = tuple[int, int]
-"""How many versions a jump spans, and to which it leads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,8 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Objects that lead from root ``before`` (version ``start``) to ``root`` (version ``stop``) under a schema; ``small``: the same in fewer bytes."""
+    """Objects that lead from root ``before`` (version ``start``) to ``root`` (version ``stop``) under a schema; ``small``: the
+    same in fewer bytes."""
 
     start: int
     stop: int
@@ -70,34 +70,49 @@ class Link:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def jumps(self) -> bool:
+        return self.stop - self.start > 1
+
 
 class Detour:
-    """Ways that go around what is wrong with jumps: deltas say the same. ``met``: what was wrong."""
+    """A second try over single deltas in their plain form, where a jump or a delta in fewer bytes may be what is wrong.
+
+    ``plain``: this is the second try. ``met``: what was wrong in the first.
+    """
 
     def __init__(self, history: History) -> None:
-        self.met: list[Corrupt] = []
+        self.plain = False
+        self.met: Corrupt | None = None
         self._history = history
-        self._taken: set[Jumped] = set()
-        self._avoid: set[Jumped] = set()
+        self._blamed = False
 
     def links(self, start: int, stop: Version, format: str) -> list[Link] | None:
-        """As ``History.links``, without the jumps that were on a way that failed."""
-        links = self._history.links(start, stop, format, self._avoid)
-        self._taken |= {(link.stop - link.start, link.stop) for link in links or () if link.stop - link.start > 1}
-        return links
+        """As ``History.links``, in the second try without jumps."""
+        return self._history.links(start, stop, format, jumps=not self.plain)
+
+    @contextmanager
+    def blaming(self, shortcut: bool) -> Iterator[None]:
+        """What is corrupt in here may be a shortcut's fault."""
+        try:
+            yield
+        except Corrupt:
+            self._blamed |= shortcut
+            raise
 
     def tried(self, work: Callable[[], Result]) -> Result:
-        """Do it; where it meets what is corrupt, again over other links, for as long as there were jumps among them."""
-        while True:
-            self._taken = set()
-            try:
-                return self._history.afresh(work)
-            except Corrupt as error:
-                if not self._taken:
-                    raise
-                self._avoid |= self._taken
-                self.met.append(error)
-                log.warning("tried again over a longer way: %s", str(error))
+        """Do it, and once more if a shortcut is to blame. What then is missing was wrong: that is what is raised."""
+        try:
+            return self._history.afresh(work)
+        except Corrupt as error:
+            if not self._blamed:
+                raise
+            self.plain, self.met = True, error
+            log.warning("tried again over single deltas: %s", str(error))
+        try:
+            return self._history.afresh(work)
+        except Missing:
+            raise self.met from None
 
 
 class History:
@@ -224,7 +239,7 @@ class History:
                 return None
         return version
 
-    def links(self, start: int, stop: Version, format: str, avoid: Collection[Jumped] = ()) -> list[Link] | None:
+    def links(self, start: int, stop: Version, format: str, *, jumps: bool = True) -> list[Link] | None:
         """The way from version ``start`` up to ``stop``, over the widest jumps there are; None when there is none left.
 
         A jump that does not read or does not fit its versions is said and passed over.
@@ -234,22 +249,20 @@ class History:
         while stop.number > start:
             if stop.stream(format).before is None:
                 return None
-            found = self._jump(start, stop, format, avoid) or self._step(stop, format)
+            found = (self._jump(start, stop, format) if jumps else None) or self._step(stop, format)
             if found is None:
                 return None
             link, stop = found
             links.append(link)
         return links[::-1]
 
-    def _jump(self, start: int, stop: Version, format: str, avoid: Collection[Jumped]) -> tuple[Link, Version] | None:
+    def _jump(self, start: int, stop: Version, format: str) -> tuple[Link, Version] | None:
         """The widest jump to a version that goes not below ``start``, and the version that it starts from."""
         here = stop.stream(format)
         for ref in stop.manifest.ancestors[:0:-1]:
             if ref.version < start:
                 continue
             span = stop.number - ref.version
-            if (span, stop.number) in avoid:
-                continue
             where = f"jump {jump_key(self.run, format, stop.number, span)}"
             try:
                 jump = read_jump(self.store, self.run, format, stop.number, span, self.seal)

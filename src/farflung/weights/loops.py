@@ -20,7 +20,13 @@ AHEAD = 256
 RUN = 64
 """Words of 64 items after which ``find`` looks again how many of them change."""
 
-compiled = numba.njit(nogil=True, cache=True, boundscheck=False)
+
+def compiled(function):
+    """Kept on the disk, where there is a place for it that may be written to."""
+    try:
+        return numba.njit(nogil=True, cache=True, boundscheck=False)(function)
+    except RuntimeError:
+        return numba.njit(nogil=True, boundscheck=False)(function)
 
 
 @intrinsic
@@ -156,7 +162,7 @@ def merge(first, first_steps, second, second_steps, mask, positions, steps):
 
 @compiled
 def pack(positions, steps, bits, low_bits, control, low, gaps, codes, seen):
-    """One piece's planes; ``low`` are four. Returns how many gaps and codes did not fit in the control plane.
+    """One piece's planes; ``low`` are three. Returns how many gaps and codes did not fit in the control plane.
 
     ``seen`` counts the codes, the last of it all that are larger.
     """
@@ -164,7 +170,7 @@ def pack(positions, steps, bits, low_bits, control, low, gaps, codes, seen):
     before = -1
     sign, mask = 1 << (bits - 1), (1 << bits) - 1
     first, last = (1 << min(8, low_bits)) - 1, seen.size - 1
-    low0, low1, low2, low3 = low
+    low0, low1, low2 = low
     for i in range(positions.size):
         gap = positions[i] - before - 1
         before = positions[i]
@@ -174,8 +180,6 @@ def pack(positions, steps, bits, low_bits, control, low, gaps, codes, seen):
             low1[i] = (gap >> 8) & ((1 << min(8, low_bits - 8)) - 1)
         if low_bits > 16:
             low2[i] = (gap >> 16) & ((1 << min(8, low_bits - 16)) - 1)
-        if low_bits > 24:
-            low3[i] = (gap >> 24) & ((1 << (low_bits - 24)) - 1)
         top = gap >> low_bits
         signed = ((int(steps[i]) ^ sign) & mask) - sign
         code = (((signed << 1) ^ (signed >> 63)) & mask) - 1
@@ -202,7 +206,7 @@ def unpack(control, low, gaps, codes, bits, low_bits, size, array, positions, st
     taken_gaps = taken_codes = 0
     at = -1
     limit = (1 << bits) - 1
-    low0, low1, low2, low3 = low
+    low0, low1, low2 = low
     if adds:
         positions, steps = np.empty(AHEAD, np.int32), np.empty(AHEAD, array.dtype)
     step_of = np.empty(16, steps.dtype)
@@ -220,15 +224,13 @@ def unpack(control, low, gaps, codes, bits, low_bits, size, array, positions, st
             if code >= limit:
                 return -2, i
             step_of[15] = (((code + 1) >> 1) ^ -((code + 1) & 1)) & limit
-        gap = top << low_bits  # at most 2^59, as gaps have 32 bits and a piece 2^27 elements
+        gap = top << low_bits  # at most 2^56, as gaps have 32 bits and k is at most 24
         if low_bits > 0:
             gap |= int(low0[i])
         if low_bits > 8:
             gap |= int(low1[i]) << 8
         if low_bits > 16:
             gap |= int(low2[i]) << 16
-        if low_bits > 24:
-            gap |= int(low3[i]) << 24
         at += gap + 1
         if at >= size:
             return -1, i

@@ -32,6 +32,8 @@ LEVEL = 1
 """Of zstd. Higher levels look for matches, find false ones, and come out larger."""
 ESCAPE = 15
 CODES = 256
+LOW = 3
+"""Planes of the gaps' low bits: a piece has at most 2^27 elements, so k is at most 24."""
 
 UInt32 = npt.NDArray[np.uint32]
 
@@ -54,7 +56,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One piece's changes as they came: ``control`` and ``low`` [4] have a byte for each, ``gaps`` and ``codes`` hold what escaped.
+    """One piece's changes as they came: ``control`` and ``low`` [3] have a byte for each, ``gaps`` and ``codes`` hold what escaped.
 
     Whether they lie in the piece is known once they are used, which raises Corrupt.
     """
@@ -107,13 +109,11 @@ class Packed:
 def pack(spans: Sequence[Span], changes: Sequence[Changes]) -> tuple[dict[str, Bytes], npt.NDArray[np.int64]]:
     """Compressed planes, and how often each step's code came ([256], the last for all that are larger)."""
     seen = np.zeros(CODES, np.int64)
-    control, *low = (
-        np.empty(sum(s.count for s in spans if s.low_bits > bits), np.uint8) for bits in (-1, 0, 8, 16, 24)
-    )
+    control, *low = (np.empty(sum(s.count for s in spans if s.low_bits > bits), np.uint8) for bits in (-1, 0, 8, 16))
     gaps, codes = [], []
-    at, at_low = 0, [0] * 4
+    at, at_low = 0, [0] * LOW
     for span, change in zip(spans, changes, strict=True):
-        own = [low[i][at_low[i] : at_low[i] + span.count * (span.low_bits > 8 * i)] for i in range(4)]
+        own = [low[i][at_low[i] : at_low[i] + span.count * (span.low_bits > 8 * i)] for i in range(LOW)]
         escaped = _pack(span, change, control[at : at + span.count], own, seen)
         at, at_low = at + span.count, [a + len(part) for a, part in zip(at_low, own, strict=True)]
         gaps.append(escaped[0])
@@ -129,17 +129,17 @@ def unpack(planes: dict[str, Bytes], spans: Sequence[Span], where: str) -> list[
     control = take.plane("control", sum(span.count for span in spans))
     widths = [span.low_bits for span in spans]
     low = [
-        take.plane(f"low{i}", sum(s.count for s, k in zip(spans, widths, strict=True) if k > 8 * i)) for i in range(4)
+        take.plane(f"low{i}", sum(s.count for s, k in zip(spans, widths, strict=True) if k > 8 * i)) for i in range(LOW)
     ]
     controls = [control[end - s.count : end] for s, end in zip(spans, accumulate(s.count for s in spans), strict=True)]
     n_gaps = [int(np.count_nonzero(part >= ESCAPE << 4)) for part in controls]
     n_codes = [int(np.count_nonzero(part & ESCAPE == ESCAPE)) for part in controls]
     gaps, codes = take.numbers("gap", sum(n_gaps)), take.numbers("step", sum(n_codes))
     found: list[Packed] = []
-    at_low, at_gap, at_code = [0] * 4, 0, 0
+    at_low, at_gap, at_code = [0] * LOW, 0, 0
     for i, (span, width) in enumerate(zip(spans, widths, strict=True)):
         parts: list[Bytes] = []
-        for plane in range(4):
+        for plane in range(LOW):
             n = span.count if width > 8 * plane else 0
             parts.append(low[plane][at_low[plane] : at_low[plane] + n])
             at_low[plane] += n

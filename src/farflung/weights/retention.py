@@ -124,11 +124,12 @@ def prune(
 ) -> Removed:
     """Remove old versions; the newest ``keep``, and all that live subscribers hold, can still be reached and joined.
 
-    So are versions younger than ``live_seconds``, for readers without a lease. Everything from the newest version at or below those that is stored whole in all its formats stays. Manifests go
-    before their objects, oldest first, so that a pruning that is cut off leaves nothing half readable. Objects of what
-    was removed go once they are older than ``live_seconds``, unless they were put again since. Those that nothing names,
-    of a publisher that died or is at work, go once they are older than ``orphan_seconds``. ``dry_run``: only say what
-    would go.
+    So can versions younger than ``live_seconds``, for readers without a lease. Everything from the newest version at or below
+    those that is stored whole in all its formats stays. Manifests go before their objects, oldest first, so that a pruning
+    that is cut off leaves nothing half readable. Objects of what was removed go once they are older than ``live_seconds``,
+    unless they were put again since. Those that nothing names, of a publisher that died or is at work, go once they are
+    older than ``orphan_seconds``. ``dry_run``: only say what would go. Raises Corrupt, and removes nothing, where a version
+    between others is lost.
     """
     if keep < 1:
         raise BadInput(f"cannot keep {keep} versions", where=f"run {history.run}", mend="keep at least 1")
@@ -149,6 +150,13 @@ def prune(
         kept |= set(object_keys(run, version))
         if floor <= lowest and _joins_all(version, newest):
             break
+    else:
+        lost = [key for key, found in manifests.items() if int(found[1]) < floor and store.exists(key)]
+        if lost:  # what the newest version starts from may be among them
+            what = (
+                f"the version before version {floor} is not there, but {len(lost)} older ones are: nothing is removed"
+            )
+            raise Corrupt(what, where=f"run {run}", mend="farflung weights verify names what to bring back")
     gone = Counter[str]()
     let_go: dict[str, float] = {}
 

@@ -34,13 +34,16 @@ MOST_CHANGED = 1 / 16
 
 class Staged:
     """Links' objects. ``after``: the hash that each changed piece has after all of them; ``whole``: whether any comes whole;
-    ``changed``: elements, those that change in several links once for each."""
+    ``changed``: elements, those that change in several links once for each; ``shortcut``: there may be plainer links."""
 
-    def __init__(self, schema: Schema, links: Iterable[tuple[str, Iterable[Object]]]) -> None:
+    def __init__(
+        self, schema: Schema, links: Iterable[tuple[str, Iterable[Object]]], *, shortcut: bool = False
+    ) -> None:
         """``links``: of each, what it is called and its objects. Raises Corrupt when two of a link hold the same piece."""
         self.after: dict[int, bytes] = {}
         self.whole = False
         self.changed = 0
+        self.shortcut = shortcut
         numbers = list(groups(schema))
         firsts = [group.start for group in numbers]
         by_link: list[dict[int, list[Object]]] = []

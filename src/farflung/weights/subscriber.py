@@ -61,8 +61,8 @@ class Subscriber:
     """Follows one run in one format. Calls block for as long as the store does; ``newest`` may be asked during ``fetch``.
 
     It hands out whole versions whose hashes are those published, and nothing else. An error while a version is fetched and
-    checked leaves what is held; where a jump is wrong a longer way is taken; bits that turn out wrong while they are applied are
-    fetched whole. Beside the weights, memory holds the objects as they came, and changes of a group of pieces (``PIECE_BYTES``)
+    checked leaves what is held; where a jump or a delta in fewer bytes is wrong, single plain deltas are taken; bits that turn out
+    wrong while they are applied are fetched whole. Beside the weights, memory holds the objects as they came, and changes of a group of pieces (``PIECE_BYTES``)
     for each thread and link.
 
     ``folder``: keep the bits there, for the next process; one subscriber at a time. ``small``: take deltas in fewer bytes where
@@ -232,45 +232,54 @@ class Subscriber:
     def _stage(self, links: Sequence[Link], schema: Schema, *, small: bool = False) -> Staged:
         """The links' objects, fetched and their tables checked. ``small``: a single link may be had in fewer bytes."""
         self._links += len(links)
-        small = small and self._small and len(links) == 1 and bool(links[0].small)
+        small = small and self._small and not self._detour.plain and len(links) == 1 and bool(links[0].small)
+        shortcut = small or any(link.jumps for link in links)
         parts = [link.small if small else link.parts for link in links]
-        every = [part for each in parts for part in each]
-        self._fetched += sum(part.nbytes for part in every)
-        objects = _ahead(lambda part: self._object(part, schema, ranked=small), every, FETCHES)
+        every = [(part, small or link.jumps) for link, each in zip(links, parts, strict=True) for part in each]
+        self._fetched += sum(part.nbytes for part, _ in every)
+
+        def read(item: tuple[Part, bool]) -> Object:
+            with self._detour.blaming(item[1]):
+                return self._object(item[0], schema, ranked=small)
+
+        objects = iter(list(_ahead(read, every, FETCHES)))
         names = [f"{self.format} of version {link.stop}" for link in links]
-        return Staged(schema, ((name, islice(objects, len(each))) for name, each in zip(names, parts, strict=True)))
+        with self._detour.blaming(shortcut):
+            staged = ((name, islice(objects, len(each))) for name, each in zip(names, parts, strict=True))
+            return Staged(schema, staged, shortcut=shortcut)
 
     def _apply(self, image: Image, staged: Staged, root: str, told: Told | None, *, backwards: bool = False) -> None:
         """Apply changes in place; pieces that come out wrong are torn, and so are all of them for as long as it lasts.
 
         Forwards, the hashes are known and settled first: they must give the root. Backwards they are found.
         """
-        hashes = list(image.hashes)
-        for number, hash in staged.after.items():
-            hashes[number] = hash
-        if not backwards and image.schema.root(hashes) != root:
-            raise Corrupt("the changes do not lead to the published weights", where=f"{self.format}, root {root}")
-        sound = staged.after.keys() - image.torn
-        image.torn |= staged.after.keys()
+        with self._detour.blaming(staged.shortcut):
+            hashes = list(image.hashes)
+            for number, hash in staged.after.items():
+                hashes[number] = hash
+            if not backwards and image.schema.root(hashes) != root:
+                raise Corrupt("the changes do not lead to the published weights", where=f"{self.format}, root {root}")
+            sound = staged.after.keys() - image.torn
+            image.torn |= staged.after.keys()
 
-        def settle(group: Group) -> list[tuple[int, bytes, Flat | None]]:
-            tells = told is not None
-            return [self._settle(image, c, tells, backwards) for c in group.changes() if c.piece in sound]
+            def settle(group: Group) -> list[tuple[int, bytes, Flat | None]]:
+                tells = told is not None
+                return [self._settle(image, c, tells, backwards) for c in group.changes() if c.piece in sound]
 
-        wrong = set[int]()
-        for settled in _ahead(settle, staged.groups, self._threads):
-            for number, hash, elements in settled:
-                if backwards:
-                    hashes[number] = hash
-                if told is not None and elements is not None and len(elements):
-                    told[number] = elements
-                if hash != hashes[number]:
-                    wrong.add(number)
-        if backwards and image.schema.root(hashes) != root:
-            what = "the changes do not lead back to the published weights"
-            raise Corrupt(what, where=f"{self.format}, root {root}")
-        image.hashes = hashes
-        image.torn -= sound - wrong
+            wrong = set[int]()
+            for settled in _ahead(settle, staged.groups, self._threads):
+                for number, hash, elements in settled:
+                    if backwards:
+                        hashes[number] = hash
+                    if told is not None and elements is not None and len(elements):
+                        told[number] = elements
+                    if hash != hashes[number]:
+                        wrong.add(number)
+            if backwards and image.schema.root(hashes) != root:
+                what = "the changes do not lead back to the published weights"
+                raise Corrupt(what, where=f"{self.format}, root {root}")
+            image.hashes = hashes
+            image.torn -= sound - wrong
 
     def _settle(self, image: Image, change: Change, tells: bool, backwards: bool) -> tuple[int, bytes, Flat | None]:
         """Change a piece; its hash then, and which elements changed."""
@@ -287,22 +296,28 @@ class Subscriber:
         """Torn pieces whose bits are those of the version after all stay; the others are made again, from the anchor."""
         if torn := set(self._differing(image, image.torn)):
             anchored, links = self._anchored(wanted)
-            ways = [anchored.stream(self.format).anchor, *(link.parts for link in links)]
+            ways = [(anchored.stream(self.format).anchor, False), *((link.parts, link.jumps) for link in links)]
             for group in groups(image.schema):
                 if odd := torn.intersection(group):
                     self._make_again(image, odd, ways, wanted)
         image.torn = set()
 
-    def _make_again(self, image: Image, odd: Collection[int], ways: Iterable[Sequence[Part]], wanted: Version) -> None:
+    def _make_again(
+        self, image: Image, odd: Collection[int], ways: Sequence[tuple[Sequence[Part], bool]], wanted: Version
+    ) -> None:
+        """``ways``: objects one after the other, and whether they are a jump's."""
         fresh = {number: np.zeros_like(image.piece(number)) for number in odd}
-        for parts in ways:
-            for change in self._decoded(_holding(parts, odd), image.schema):
-                if change.piece in fresh:
-                    delta.apply(fresh[change.piece], change.content, image.schema.pieces[change.piece].kind)
-        for number, bits in fresh.items():
-            if digest(bits) != image.hashes[number]:
-                raise Corrupt("it does not have the published hash", where=self._place(wanted, image.schema, number))
-            image.piece(number)[...] = bits
+        for parts, jumps in ways:
+            with self._detour.blaming(jumps):
+                for change in self._decoded(_holding(parts, odd), image.schema):
+                    if change.piece in fresh:
+                        delta.apply(fresh[change.piece], change.content, image.schema.pieces[change.piece].kind)
+        with self._detour.blaming(any(jumps for _, jumps in ways)):
+            for number, bits in fresh.items():
+                if digest(bits) != image.hashes[number]:
+                    where = self._place(wanted, image.schema, number)
+                    raise Corrupt("it does not have the published hash", where=where)
+                image.piece(number)[...] = bits
 
     def _differing(self, image: Image, pieces: Iterable[int]) -> list[int]:
         """Those whose bits do not have the hash that they should have."""

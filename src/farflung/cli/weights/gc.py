@@ -25,7 +25,8 @@ def run(argv: Sequence[str]) -> int:
         type=float,
         default=600.0,
         metavar="S",
-        help="how long a lease counts after it was last renewed (subscribers renew it every minute); what is younger stays "
+        help="how long a lease counts after it was last renewed (subscribers renew it every minute); versions and objects that are "
+        "younger stay, too "
         "(%(default)g)",
     )
     parser.add_argument(
