@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from farflung.cli.args import Parser
 from farflung.cli.weights.place import add_run, at_least, open_place, refuse_mirror
 
-DESCRIPTION = """Remove old versions from a store. The newest N stay, and so do those of the last ten minutes and all that a live subscriber
-holds, down to the whole copy that they start from. Leases that nobody renewed go, and objects that nothing names, once they are old enough. Publishing
-and sampling may go on meanwhile."""
+DESCRIPTION = """Remove old versions from a store. The newest N stay, and so do those of the last ten minutes and all that a live
+subscriber holds, down to the whole copy that they start from. Leases that nobody renewed go, and objects that nothing names,
+once they are old enough. Publishing and sampling may go on meanwhile."""
 EXAMPLES = """  farflung weights gc runs/my --keep 10 --dry-run      what would go?
   farflung weights gc runs/my --keep 10
   farflung weights gc runs/my --keep 1 --live-seconds 0 --orphan-hours 0      only while nobody publishes or follows
