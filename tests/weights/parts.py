@@ -17,7 +17,7 @@ from farflung.core.sampling import WeightFormat
 from farflung.formats.checkpoint import to_tensors
 from farflung.formats.selection import Selection
 from farflung.formats.weights import Quantised, quantise
-from farflung.weights import Conflict, FolderStore, Missing, Publisher
+from farflung.weights import Conflict, FolderStore, Missing, Publisher, Subscriber
 from farflung.weights.elements import ELEMENT_TYPES, Bits
 from farflung.weights.history import History, Version
 from farflung.weights.manifest import (
@@ -213,6 +213,10 @@ def publish(store: Store, history: Sequence[Policy], **options: Any) -> Publishe
     for version, policy in enumerate(history):
         publisher.publish(version, policy)
     return publisher
+
+
+def fetch(store: Store, number: int, format: str = "bf16") -> dict[str, Tensor]:
+    return dict(Subscriber(store, RUN, format=format).fetch(number).tensors)
 
 
 def newest(store: Store, key: bytes | None = None) -> Version:

@@ -25,6 +25,7 @@ from tests.weights.parts import (
     copy,
     differing,
     equal,
+    fetch,
     newest,
     publish,
     same,
@@ -41,10 +42,6 @@ FORMATS = ("bf16", "fp8", "mxfp4", "nvfp4")
 @pytest.fixture(params=["folder", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return FolderStore(tmp_path) if request.param == "folder" else MemoryStore()
-
-
-def fetch(store: Store, number: int, format: str = "bf16") -> Any:
-    return Subscriber(store, RUN, format=format).fetch(number).tensors
 
 
 def kinds(writes: list[str]) -> str:

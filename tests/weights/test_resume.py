@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from tests.weights.parts import (
     Crash,
     MemoryStore,
     equal,
+    fetch,
     newest,
     overwrite,
     publish,
@@ -36,10 +36,6 @@ FORMATS = ("bf16", "fp8", "mxfp4", "nvfp4")
 @pytest.fixture(params=["folder", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return FolderStore(tmp_path) if request.param == "folder" else MemoryStore()
-
-
-def fetch(store: Store, number: int, format: str = "bf16") -> Any:
-    return Subscriber(store, RUN, format=format).fetch(number).tensors
 
 
 def test_of_two_publishers_one_wins(store: Store) -> None:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from farflung.core.errors import BadInput, Corrupt
-from farflung.weights import Compactor, FolderStore, Missing, Publisher, StoreError, Subscriber
+from farflung.weights import Compactor, FolderStore, Missing, Publisher, Subscriber
 from farflung.weights.history import History
 from farflung.weights.manifest import Seal, jump_key, manifest_key, object_key
-from farflung.weights.objects import Deadlines, MirrorStore
 from farflung.weights.retention import LIVE_SECONDS, ORPHAN_SECONDS, Removed, held, prune
 from farflung.weights.verify import verify
 from tests.weights.parts import (
     RUN,
     Crash,
     MemoryStore,
-    Policy,
     copy,
     equal,
     newest,
@@ -33,19 +27,7 @@ from tests.weights.parts import (
     walk,
     weights,
 )
-
-
-def pruned(store: Any, keep: int, **options: Any) -> Removed:
-    return prune(History(store, RUN, Seal(None)), keep, **options)
-
-
-def old_run(versions: int = 9, **options: Any) -> tuple[MemoryStore, list[Policy]]:
-    """A run with an anchor every three versions and jumps, published long ago."""
-    store, history = MemoryStore(), walk(versions)
-    publish(store, history, anchor_every=3, **options)
-    Compactor(store, RUN).step()
-    store.now += 2 * ORPHAN_SECONDS
-    return store, history
+from tests.weights.pruning import old_run, pruned
 
 
 def test_the_newest_versions_can_still_be_joined_and_reached() -> None:
@@ -91,135 +73,6 @@ def test_a_run_goes_on_without_the_names_of_what_was_pruned() -> None:
         assert equal(subscriber.fetch(number).tensors, policy)
     with pytest.raises(Missing, match="version 14 was pruned"):
         subscriber.fetch(14)
-
-
-def test_what_a_live_subscriber_holds_stays_reachable() -> None:
-    store, history = old_run()
-    slow, gone = Subscriber(store, RUN, name="slow"), Subscriber(store, RUN, name="gone")
-    gone.fetch(1)
-    store.now += LIVE_SECONDS + 1
-    slow.fetch(4)
-    assert held(store, RUN) == {"slow": 4}
-    done = pruned(store, 1)
-    assert (done.floor, done.leases) == (3, 1)
-    store.reads.clear()
-    update = slow.fetch(9)
-    assert equal(update.tensors, history[9])
-    assert update.links > 0, "over deltas, and not anew"
-    assert equal(gone.fetch(9).tensors, history[9])
-    assert held(store, RUN) == {"slow": 9, "gone": 9}
-    assert pruned(store, 1).floor == 9
-
-
-def test_a_lease_is_renewed_for_as_long_as_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, _ = old_run()
-    subscriber = Subscriber(store, RUN, name="one")
-    subscriber.newest()
-    assert held(store, RUN) == {}, "it holds nothing yet"
-    subscriber.fetch(4)
-    clock = time.monotonic()
-    for minutes in range(1, 40):
-        store.now += 60
-        monkeypatch.setattr(time, "monotonic", lambda minutes=minutes: clock + 61 * minutes)
-        subscriber.newest()
-        assert held(store, RUN) == {"one": 4}
-    store.now += LIVE_SECONDS + 1
-    assert held(store, RUN) == {}
-
-
-class Unwritable(MemoryStore):
-    """Credentials that may read alone, for as long as ``closed``."""
-
-    closed = True
-    tries = 0
-
-    def write_note(self, key: str, data: bytes) -> None:
-        self.tries += 1
-        if self.closed:
-            raise StoreError("no permission to write", where=key)
-        super().write_note(key, data)
-
-
-def test_a_lease_that_cannot_be_written_is_said_once_and_tried_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store, history = Unwritable(), walk(5)
-    publish(store, history)
-    subscriber = Subscriber(store, RUN, name="one")
-    clock = time.monotonic()
-    for minutes, number in enumerate((1, 2, 4), 1):
-        monkeypatch.setattr(time, "monotonic", lambda minutes=minutes: clock + 61 * minutes)
-        assert equal(subscriber.fetch(number).tensors, history[number])
-        assert subscriber.newest() == 5
-        assert store.tries == minutes, "not again before its time"
-    assert caplog.text.count("what is held cannot be told to the store") == 1
-    assert "no permission to write" in caplog.text
-    store.closed = False
-    subscriber.newest()
-    assert held(store, RUN) == {}
-    monkeypatch.setattr(time, "monotonic", lambda: clock + 61 * 5)
-    subscriber.newest()
-    assert held(store, RUN) == {"one": 4}
-    subscriber.fetch(5)
-    assert held(store, RUN) == {"one": 5}
-
-
-def test_any_web_server_is_enough_for_a_named_subscriber(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It takes no notes."""
-    history = walk(2)
-    publish(FolderStore(tmp_path), history)
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        deadlines = Deadlines(retries=1, retry_seconds=5.0)
-        store = MirrorStore(f"http://127.0.0.1:{server.server_port}", deadlines=deadlines)
-        subscriber = Subscriber(store, RUN, name="one")
-        for number in (0, 2):
-            assert equal(subscriber.fetch(number).tensors, history[number])
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert caplog.text.count("what is held cannot be told to the store") == 1
-
-
-def test_a_joiner_holds_its_anchor_before_it_has_its_version() -> None:
-    store, history = old_run()
-    seen: list[dict[str, int]] = []
-    get = store.get
-
-    def watched(key: str, max_bytes: int) -> bytes:
-        if "/objects/" in key:
-            seen.append(held(store, RUN))
-        return get(key, max_bytes)
-
-    store.get = watched  # type: ignore[method-assign]
-    assert equal(Subscriber(store, RUN, name="new").fetch(5).tensors, history[5])
-    assert seen[0] == {"new": 3}
-    assert held(store, RUN) == {"new": 5}
-
-
-@pytest.mark.parametrize("wrong", [b"", b"{}", b'{"version":-1}', b'{"version":1,"x":1}', b"[" * 4000, b"\xff"])
-def test_a_lease_that_cannot_be_read_holds_everything_until_it_is_old(
-    wrong: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    store, history = old_run()
-    overwrite(store, f"{RUN}/leases/odd", wrong)
-    store.pointers[f"{RUN}/leases/odd"] = store.objects.pop(f"{RUN}/leases/odd")
-    before = dict(store.objects)
-    assert held(store, RUN) == {"odd": 0}
-    assert f"lease {RUN}/leases/odd: not a lease" in caplog.text
-    done = pruned(store, 1)
-    assert (done.floor, done.versions, done.leases) == (0, 0, 0)
-    assert store.objects == before
-    store.now += LIVE_SECONDS + 1
-    done = pruned(store, 1)
-    assert (done.floor, done.versions, done.leases) == (9, 9, 1)
-    assert store.read_pointer(f"{RUN}/leases/odd") is None
-    assert equal(Subscriber(store, RUN).fetch(9).tensors, history[9])
 
 
 def test_a_manifest_that_is_spoiled_far_below_goes_with_the_others() -> None:

@@ -61,7 +61,8 @@ class HashCache:
     """At most ``limit_bytes`` in one folder; the least recently used go first, none while it is being read.
 
     A file takes its name by a rename once it is written whole. Nothing is synced: after a restart each file counts only
-    once its bytes have been hashed again, and what is read later is held against sums of its chunks. One process has the folder; every method is called on one event loop.
+    once its bytes have been hashed again, and what is read later is held against sums of its chunks. One process has the
+    folder; every method is called on one event loop.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:

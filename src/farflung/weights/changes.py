@@ -67,7 +67,7 @@ class Room:
         return positions, steps.view(dtype)
 
     def keep(self, changes: Changes) -> None:
-        """These were written to what was free, and stay."""
+        """These stay, if they were written to what was free here; else that much less is free, which does no harm."""
         self._at += len(changes)
         self._byte += changes.steps.nbytes
 
