@@ -5,11 +5,15 @@
 The model is "random-135m", random weights in the shape of SmolLM2-135M, or a folder. While the embedded engine decodes a batch,
 versions that differ in ``--share`` of their BF16 elements go through a publisher and a subscriber over a folder, each in the
 engine's own format, and are loaded with the positions of what changed. The last version is then loaded once more, whole. Gaps are
-between the ends of two decoding steps; loading happens in another thread of the same core. ``pause_over_step_ms``: the longest
-gap that holds a swap, less the median undisturbed step (nothing published, fetched or loaded meanwhile);
-``median_over_step_ms``: their median less that. ``undisturbed_over_step_ms``: what the longest of as many undisturbed steps is
-above it, by their percentile: the noise of a step, which a swap that costs nothing shows as well. The last line is JSON: these,
-the limit of 10 ms, the longest swap itself, and whole over partial load, by format.
+between the ends of two decoding steps; loading happens in another thread. A gap is held against the median of the undisturbed
+ones (nothing published, fetched or loaded meanwhile) within a second of it, since steps grow with the sequences, whose cache has
+its full size from the start.
+
+``pause_over_step_ms``: the longest gap that holds a swap, over an undisturbed one; ``median_over_step_ms``: their median. What
+the machine does by itself stands beside it, and a swap that costs nothing shows it as well: ``next_over_step_ms`` is the longest
+of the gaps next after those that hold a swap, ``undisturbed_over_step_ms`` that of as many undisturbed ones, by their percentile.
+``idle_ms``: the most that the engine's thread did not compute in a gap that holds a swap. The last line is JSON: these, the limit
+of 10 ms, the longest swap itself, and whole over partial load, by format.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 import argparse
 import asyncio
+import gc
 import json
 import tempfile
 import time
@@ -27,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from engine import RANDOM
 from transformers import LlamaForCausalLM
@@ -37,18 +43,22 @@ from farflung.engines.embedded.architecture import Architecture
 from farflung.engines.embedded.weights import read_folder
 from farflung.weights import FolderStore, Publisher, Subscriber
 
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+
 
 class Watched(EmbeddedEngine):
-    """Notes when its steps end and when it swaps."""
+    """Notes when its steps end, what its thread has computed until then, and when it swaps."""
 
     def __init__(self, *args: Any) -> None:
-        self.steps: list[float] = []
+        self.steps: list[tuple[float, float]] = []
         self.swaps: list[tuple[float, float]] = []
         super().__init__(*args)
+        self._batch.cache.reserve(self._options.capacity, 4096)
 
     def _decode(self) -> None:
         super()._decode()
-        self.steps.append(time.perf_counter())
+        self.steps.append((time.perf_counter(), time.thread_time()))
 
     def _swap(self, *args: Any) -> None:
         began = time.perf_counter()
@@ -77,6 +87,8 @@ async def measure(args: argparse.Namespace, format: str, folder: Path) -> dict[s
             source,
             EngineOptions(capacity=args.batch, device="cpu"),
         )
+        gc.collect()
+        gc.freeze()  # as `farflung serve` does
         ids = np.arange(32, dtype=np.int32) + 100
         turns = [
             asyncio.create_task(engine.generate(GenerateRequest(f"s{i}", ids, SamplingParams(max_tokens=4000, seed=i))))
@@ -103,31 +115,45 @@ async def measure(args: argparse.Namespace, format: str, folder: Path) -> dict[s
             turn.cancel()
         await asyncio.gather(*turns, return_exceptions=True)
         await engine.close()
-    ends = np.array(engine.steps)
-    gaps, begins, ends = np.diff(ends), ends[:-1], ends[1:]
-    loading, still = np.zeros(len(gaps), bool), np.ones(len(gaps), bool)
-    for began, ended in loads:
-        loading |= (ends > began) & (begins < ended)
-    for began, ended in loads + busy:
-        still &= (ends <= began) | (begins >= ended)
-    step = float(np.median(gaps[still]))
-    noise = float(np.percentile(gaps[still], 100 - 100 / len(engine.swaps)))
-    held = [float(gaps[(ends > began) & (begins < ended)].max(initial=0.0)) for began, ended in engine.swaps]
-    seconds = [ended - began for began, ended in loads]
-    partial = float(np.median(seconds[1 : args.loads]))  # the first one also makes the second set of weights
-    swap = max(ended - began for began, ended in engine.swaps)
+    elements = sum(map(len, (update.changed or {}).values()))
+    return report(format, engine, np.array(loads), np.array(busy), elements)
+
+
+def report(format: str, engine: Watched, loads: FloatArray, busy: FloatArray, elements: int) -> dict[str, float]:
+    """loads [n, 2], the last one whole, and busy [m, 2]: from when to when."""
+    ends, computed = np.array(engine.steps).T
+    gaps, idle, begins, ends = np.diff(ends), np.diff(ends) - np.diff(computed), ends[:-1], ends[1:]
+
+    def beside(spans: FloatArray) -> BoolArray:
+        return ((ends[:, None] > spans[:, 0]) & (begins[:, None] < spans[:, 1])).any(1)
+
+    loading, still = beside(loads), ~beside(np.concatenate([loads, busy]))
+    # Around the first steps nothing is undisturbed.
+    beside_still = [still & (abs(ends - end) < 1) for end in ends]
+    over = np.array(
+        [gap - np.median(gaps[near]) if near.any() else 0.0 for gap, near in zip(gaps, beside_still, strict=True)]
+    )
+    swaps = np.array(engine.swaps)
+    held = np.flatnonzero(beside(swaps))
+    noise = float(np.percentile(over[still], 100 - 100 / len(swaps)))
+    seconds = np.diff(loads)[:, 0]
+    partial = float(np.median(seconds[1:-1]))  # the first one also makes the second set of weights
+    swap = float(np.diff(swaps).max())
     print(
-        f"{format}: {int(sum(map(len, (update.changed or {}).values()))):,} elements changed; load {partial:.2f} s, whole "
-        f"{seconds[-1]:.2f} s; step {1e3 * step:.1f} ms (longest of {len(engine.swaps)} about {1e3 * noise:.1f}), "
-        f"step while loading {1e3 * float(np.median(gaps[loading])):.1f} ms, that holds a swap {1e3 * float(np.median(held)):.1f} ms "
-        f"(longest {1e3 * max(held):.1f}), longest swap {1e3 * swap:.2f} ms"
+        f"{format}: {elements:,} elements changed; load {partial:.2f} s, whole {seconds[-1]:.2f} s; "
+        f"step {1e3 * float(np.median(gaps[still])):.1f} ms, while loading {1e3 * float(np.median(gaps[loading])):.1f} ms; over an "
+        f"undisturbed one: that holds a swap {1e3 * float(np.median(over[held])):.1f} ms (longest {1e3 * float(over[held].max()):.1f}), "
+        f"next after it {1e3 * float(np.median(over[held + 1])):.1f} ms (longest {1e3 * float(over[held + 1].max()):.1f}), "
+        f"longest of {len(swaps)} undisturbed ones {1e3 * noise:.1f} ms; longest swap {1e3 * swap:.2f} ms"
     )
     return {
-        "pause_over_step_ms": 1e3 * (max(held) - step),
-        "median_over_step_ms": 1e3 * (float(np.median(held)) - step),
-        "undisturbed_over_step_ms": 1e3 * (noise - step),
+        "pause_over_step_ms": 1e3 * float(over[held].max()),
+        "median_over_step_ms": 1e3 * float(np.median(over[held])),
+        "next_over_step_ms": 1e3 * float(over[held + 1].max()),
+        "undisturbed_over_step_ms": 1e3 * noise,
+        "idle_ms": 1e3 * float(idle[held].max()),
         "swap_ms": 1e3 * swap,
-        "whole_vs_partial": seconds[-1] / partial,
+        "whole_vs_partial": float(seconds[-1]) / partial,
     }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -205,6 +207,25 @@ async def test_without_a_standby_every_load_is_whole() -> None:
             await engine.load(version, stream, {})
             assert engine.stats().refreshed == version * engine._weights.elements
             assert engine._standby is None
+
+
+@pytest.mark.parametrize("standby", [True, False])
+async def test_replaced_weights_are_freed_where_nobody_waits(standby: bool) -> None:
+    trainer = Trainer(architecture(), "bf16", coded=False)
+    stream = trainer.publish()
+    freed: list[str] = []
+    async with serving(trainer, stream, standby=standby) as engine:
+        served = engine._weights.held()
+        count = len(served)
+        for tensor in served:
+            weakref.finalize(tensor, lambda: freed.append(threading.current_thread().name))
+        del served, tensor
+        await engine.load(1, stream)
+        assert freed == ["weights"] * count
+        if standby:  # the second set is kept
+            await engine.load(2, stream, {})
+            await engine.load(3, stream, {})
+            assert len(freed) == count
 
 
 async def test_after_a_load_that_was_cancelled_the_next_is_whole() -> None:

@@ -31,7 +31,7 @@ from farflung.engines.embedded.cache import IdleSessions, Reading, RowCache, Sto
 from farflung.engines.embedded.decoder import Decoder, Workspace
 from farflung.engines.embedded.refresh import Standby, layout, stage
 from farflung.engines.embedded.threads import answer, in_background
-from farflung.engines.embedded.weights import Intake, Weights, read_folder
+from farflung.engines.embedded.weights import Intake, Weights, let_go, read_folder
 from farflung.formats import kv as kv_formats
 from farflung.formats.selection import Selection
 from farflung.formats.weights import FORMATS
@@ -179,13 +179,16 @@ class EmbeddedEngine:
             )
             self._load_seconds += time.monotonic() - started
             self._counts["refreshed"] += written
-            swapped: asyncio.Future[Weights] = loop.create_future()
-            self._post(lambda: self._swap(version, staged, loop, swapped))
-            before = await swapped
+            swapped: asyncio.Future[None] = loop.create_future()
+            before: list[Weights] = []  # which alone holds them then
+            self._post(lambda: self._swap(version, staged, before, loop, swapped))
+            await swapped
             if standby is not None and changed is not None:
-                self._standby = Standby(held, before, changed)
-            elif self._options.standby:
+                self._standby = Standby(held, before.pop(), changed)
+                return
+            if self._options.standby:
                 self._standby = Standby(held)
+            await in_background(lambda: let_go(before.pop()), loop)
 
     def forget(self, session: str) -> None:
         with suppress(EngineError):  # an engine that has ended has forgotten everything
@@ -225,8 +228,8 @@ class EmbeddedEngine:
         ended = "the engine is closed"
         try:
             while (actions := self._next_actions()) is not None:
-                for action in actions:
-                    action()
+                while actions:
+                    actions.popleft()()
                 self._step()
         except BaseException as error:
             log.exception("the engine's thread ended")
@@ -241,14 +244,14 @@ class EmbeddedEngine:
         for turn in (*self._batch.turns, *(p.turn for p in self._prompts), *self._waiting):
             self._fail(turn, EngineError(ended, where=self.source.replica))
 
-    def _next_actions(self) -> list[Callable[[], None]] | None:
+    def _next_actions(self) -> deque[Callable[[], None]] | None:
         """Everything that was posted, once there is anything to do; None when the engine was closed."""
         with self._wake:
             while not (self._inbox or self._closing or self._busy):
                 self._wake.wait()
             if self._closing:
                 return None
-            actions, self._inbox = list(self._inbox), deque()
+            actions, self._inbox = self._inbox, deque()
             return actions
 
     def _step(self) -> None:
@@ -362,15 +365,22 @@ class EmbeddedEngine:
                 turn.keep = False
 
     def _swap(
-        self, version: int, weights: Weights, loop: asyncio.AbstractEventLoop, swapped: asyncio.Future[Weights]
+        self,
+        version: int,
+        weights: Weights,
+        before: list[Weights],
+        loop: asyncio.AbstractEventLoop,
+        swapped: asyncio.Future[None],
     ) -> None:
+        """The weights that served until now go into ``before``: this thread keeps none that it would have to free."""
         started = time.monotonic()
-        before, self._weights, self._version = self._weights, weights, version
+        before.append(self._weights)
+        self._weights, self._version = weights, version
         if self._options.recompute_on_swap:
             self._guarded(self._recompute, [*self._batch.turns, *(p.turn for p in self._prompts)])
         self._counts["swaps"] += 1
         self._swap_seconds += time.monotonic() - started
-        answer(loop, swapped, before)
+        answer(loop, swapped, None)
 
     def _recompute(self) -> None:
         self._idle.clear()

@@ -104,9 +104,20 @@ class Weights:
     @property
     def elements(self) -> int:
         """How many numbers this holds; a tied head counts once."""
-        held = [self.embedding, self.final_gain] + ([] if self.head is self.embedding else [self.head])
-        held += [tensor for layer in self.layers for tensor in layer.held().values()]
-        return sum(t.numel() for t in held)
+        return sum(t.numel() for t in self.held())
+
+    def held(self) -> list[Tensor]:
+        """All tensors, each once."""
+        head = [] if self.head is self.embedding else [self.head]
+        return [self.embedding, self.final_gain, *head, *(t for layer in self.layers for t in layer.held().values())]
+
+
+def let_go(weights: Weights) -> None:
+    """Free the weights, of which the caller keeps no reference, a tensor at a time: no other thread runs meanwhile."""
+    held = weights.held()
+    del weights
+    while held:
+        held.pop()
 
 
 def prepare(
