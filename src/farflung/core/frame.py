@@ -44,14 +44,14 @@ Array = npt.NDArray[Any]
 def encode(data: Mapping[str, Any], arrays: Mapping[str, Array] | None = None) -> bytes:
     """Pack plain JSON data and named arrays. Raises TypeError for a dtype outside DTYPES."""
     table: list[tuple[str, str, list[int]]] = []
-    buffers: list[bytes] = []
+    buffers: list[memoryview | bytes] = []
     for name, array in (arrays or {}).items():
         dtype = array.dtype.newbyteorder("=").name
         if dtype not in DTYPES:
             raise TypeError(f"array {name!r} has dtype {dtype}; a frame carries {', '.join(DTYPES)}")
-        raw = np.ascontiguousarray(array, dtype=DTYPES[dtype]).tobytes()
+        raw = np.ascontiguousarray(array, dtype=DTYPES[dtype]).reshape(-1).view(np.uint8).data
         table.append((name, dtype, list(array.shape)))
-        buffers.append(raw + b"\0" * (-len(raw) % 8))
+        buffers += [raw, b"\0" * (-len(raw) % 8)]
     header = json.dumps({"data": data, "arrays": table}, separators=(",", ":"), allow_nan=False).encode()
     header += b" " * (-(len(MAGIC) + 4 + len(header)) % 8)
     return b"".join((MAGIC, len(header).to_bytes(4, "little"), header, *buffers))

@@ -20,7 +20,7 @@ Positions = npt.NDArray[np.int32]
 """Of elements in an array; a piece has at most 2^27 of them."""
 WORTH_CHANGES = 1 << 16
 """Fewer changes are folded by numpy."""
-BLOCK = 4 << 20
+BLOCK = 2 << 20
 """Bytes that are compared at a time, so that a second look at them need not go to memory."""
 
 
