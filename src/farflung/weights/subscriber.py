@@ -45,7 +45,8 @@ class Update:
 
     ``changed``: flat positions, rising, of the elements that differ from what this subscriber handed out before, for tensors
     with any; None when it handed out nothing, when more than a sixteenth may differ, and when tensors came whole. ``bytes``:
-    what was fetched for it. Seconds to stage (fetch and check) and to apply (decode, apply and hash).
+    what was fetched for it, in a try that failed as well. ``links``: deltas and jumps that led here. Seconds to stage (fetch and
+    check, failed tries and all) and to apply (decode, apply and hash).
     """
 
     version: int
@@ -128,10 +129,11 @@ class Subscriber:
             if not self._opened:
                 self._image, self._opened = self._room.load(), True
             self._detour, self._fetched = Detour(self._history), 0
-            return self._detour.tried(lambda: self._fetch(version))
+            began = time.monotonic()
+            return self._detour.tried(lambda: self._fetch(version, began))
 
-    def _fetch(self, version: int) -> Update:
-        began, self._links = time.monotonic(), 0
+    def _fetch(self, version: int, began: float) -> Update:
+        self._links = 0
         wanted = self._history.find(version)
         root = wanted.stream(self.format).root
         image, staged = self._image, began
