@@ -209,6 +209,27 @@ async def test_without_a_standby_every_load_is_whole() -> None:
             assert engine._standby is None
 
 
+async def test_after_a_load_that_was_cancelled_while_it_waited_the_next_is_whole() -> None:
+    trainer = Trainer(architecture(), "bf16", coded=True)
+    streams = [trainer.publish()]
+    for _ in range(4):
+        trainer.step(0.01)
+        streams.append(trainer.publish())
+    async with serving(trainer, streams[0]) as engine:
+        loads = [
+            asyncio.create_task(engine.load(v, streams[v], difference(streams[v - 1], streams[v]))) for v in (1, 2, 3)
+        ]
+        await asyncio.sleep(0)
+        loads[1].cancel()
+        done = await asyncio.gather(*loads, return_exceptions=True)
+        assert [type(result) for result in done] == [type(None), asyncio.CancelledError, type(None)]
+        assert same_bits(engine._weights, whole(trainer, streams[3]))
+        before = engine.stats().refreshed
+        await engine.load(4, streams[4], difference(streams[3], streams[4]))
+        assert same_bits(engine._weights, whole(trainer, streams[4]))
+        assert engine.stats().refreshed - before < engine._weights.elements
+
+
 @pytest.mark.parametrize("standby", [True, False])
 async def test_replaced_weights_are_freed_where_nobody_waits(standby: bool) -> None:
     trainer = Trainer(architecture(), "bf16", coded=False)

@@ -14,11 +14,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from farflung.core.errors import BadInput
+from farflung.core.errors import BadInput, Corrupt
 from farflung.fleet import mirror as mirrors
 from farflung.fleet import wire
 from farflung.fleet.mirror import Mirror, MirrorOptions, serve
-from farflung.weights import StoreError, open_store
+from farflung.weights import open_store
 from farflung.weights.manifest import MAX_OBJECT
 from tests.fleet.kit import TOKEN, sever, until
 from tests.fleet.site import MIB, Upstream, cached, site
@@ -136,7 +136,7 @@ async def test_wrong_bytes_are_never_served(tmp_path: Path) -> None:
         stats = await one.stats()
         assert (stats["rejected"], stats["bytes_served"], stats["cached_bytes"]) == (2, 0, 0)
         assert cached(tmp_path) == []
-        with pytest.raises(StoreError, match=r"502.*do not have the hash"):
+        with pytest.raises(Corrupt, match=r"mirror's store is damaged.*502.*do not have the hash"):
             await asyncio.to_thread(open_store(one.mirror.url, token=TOKEN).get, key, 500)
         (tmp_path / "store" / key).write_bytes(b"right" * 100)
         assert await one.get(key) == b"right" * 100

@@ -122,6 +122,19 @@ def test_bf16_drops_what_the_model_said_of_its_own_quantisation(
         assert stat.S_IMODE(path.stat().st_mode) & 0o444 == 0o444, path
 
 
+def test_of_a_head_that_is_the_embedding_the_embedding_is_written(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "store")
+    Publisher(store, "r").publish(0, dict(sorted(model.state_dict().items())))  # the head first
+    subscriber = Subscriber(store, "r")
+    subscriber.fetch(0)
+    assert subscriber.image is not None
+    written = write_checkpoint(tmp_path / "out", subscriber.image, "bf16", facts={})
+    assert written.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    found = load_file(written.folder / "model.safetensors")
+    assert "lm_head.weight" not in found
+    assert torch.equal(found["model.embed_tokens.weight"], model.state_dict()["lm_head.weight"].to(torch.bfloat16))
+
+
 def test_a_large_one_is_several_files_with_an_index(images: dict[str, Image], tmp_path: Path) -> None:
     image = images["nvfp4"]
     written = write_checkpoint(tmp_path / "out", image, "nvfp4", facts={"version": "0"}, shard_bytes=20_000)

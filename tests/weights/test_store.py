@@ -362,6 +362,24 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path) -> None:
     assert store.get("run/b", 5000) == b"x" * 5000
 
 
+def test_ages_are_known_on_a_full_disk_too(tmp_path: Path) -> None:
+    """What is to be freed must be known there; the newest file stands for now."""
+    store = FolderStore(tmp_path)
+    store.put("run/a", b"1")
+    store.put("run/b", b"1")
+    now = time.time()
+    os.utime(tmp_path / "run/a", (now - 150, now - 150))
+    os.utime(tmp_path / "run/b", (now - 50, now - 50))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        ages = store.ages("run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert ages == {"run/a": pytest.approx(100, abs=1), "run/b": 0.0}
+    assert list((tmp_path / ".tmp").iterdir()) == []
+
+
 @pytest.mark.parametrize("wrong_by", [-86400.0, 86400.0])
 def test_ages_do_not_hang_on_this_machines_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong_by: float

@@ -20,7 +20,6 @@ from farflung.weights.manifest import Seal, manifest_key, object_key
 from farflung.weights.retention import prune
 from tests.weights.parts import (
     DOWN,
-    HEAD,
     QUERY,
     RUN,
     MemoryStore,
@@ -58,7 +57,7 @@ def positions(update: Update) -> dict[str, list[int]] | None:
 
 
 def brute(before: Policy, after: Policy) -> dict[str, list[int]]:
-    return {name: at for name, at in differing(before, after).items() if name != HEAD}
+    return dict(differing(before, after))
 
 
 @pytest.mark.usefixtures("all_told")
@@ -81,6 +80,29 @@ def test_a_subscriber_follows_and_tells_exactly_what_changed(format: str, room: 
         assert positions(update) == brute(expected[held], expected[number])
         assert (update.bytes > 0) == (update.links > 0) == (held != number)
         held = number
+
+
+def test_what_changed_is_told_under_every_name_of_a_tensor() -> None:
+    """Whoever reads a head may know no embedding, and the other way round."""
+    store, model = MemoryStore(), torch.zeros(4, 4, dtype=torch.bfloat16)
+    publisher, subscriber = Publisher(store, RUN), Subscriber(store, RUN)
+    for number, names in enumerate((("lm_head.weight", "model.embed_tokens.weight"),) * 2):
+        model[1, 2] = number
+        publisher.publish(number, dict.fromkeys(names, model) | {"other": torch.ones(9)})
+        update = subscriber.fetch(number)
+    assert positions(update) == {"lm_head.weight": [6], "model.embed_tokens.weight": [6]}
+
+
+@pytest.mark.parametrize("version", [1.5, "3", None, True])
+def test_a_version_is_a_number(version: Any) -> None:
+    with pytest.raises(BadInput, match="is not an int"):
+        Subscriber(MemoryStore(), RUN).fetch(version)
+
+
+def test_without_threads_nothing_is_begun() -> None:
+    for make in (Publisher, Subscriber):
+        with pytest.raises(BadInput, match="threads is 0"):
+            make(MemoryStore(), RUN, threads=0)
 
 
 def test_elements_that_end_where_they_began_did_not_change(room: dict[str, Any]) -> None:

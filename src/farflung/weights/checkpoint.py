@@ -18,6 +18,7 @@ from farflung.core.errors import BadInput, InfraError
 from farflung.core.sampling import WeightFormat
 from farflung.formats.hub_config import quantization_config
 from farflung.weights.image import Image
+from farflung.weights.schema import Schema
 from farflung.weights.streams import SUFFIXES
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def write_checkpoint(
         raise InfraError(f"cannot write the checkpoint: {why}", where=str(folder)) from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-    return Written(folder, tuple(files), image.schema.nbytes, dict(image.schema.tied))
+    return Written(folder, tuple(files), image.schema.nbytes, _tied(image.schema))
 
 
 def _write_weights(folder: Path, image: Image, facts: Mapping[str, str], shard_bytes: int) -> list[str]:
@@ -91,8 +92,8 @@ def _write_weights(folder: Path, image: Image, facts: Mapping[str, str], shard_b
         save_file(shard, folder / name, metadata)
         (folder / name).chmod(0o644)  # the library makes it for this user alone
 
-    if image.schema.tied:
-        metadata["tied"] = json.dumps(dict(image.schema.tied))
+    if tied := _tied(image.schema):
+        metadata["tied"] = json.dumps(tied)
     if len(shards) == 1:
         save(shards[0], "model.safetensors")
         return ["model.safetensors"]
@@ -111,14 +112,27 @@ def _shards(image: Image, shard_bytes: int) -> Iterator[dict[str, Tensor]]:
     """Tensors in their order, each with those before it while there is room. Tied names are left out."""
     shard: dict[str, Tensor] = {}
     size = 0
-    tensors = image.tensors()
+    tensors, names = image.tensors(), _names(image.schema)
     for name, kind in image.schema.tensors.items():
         if shard and size + kind.nbytes > shard_bytes:
             yield shard
             shard, size = {}, 0
-        shard[name] = tensors[name]
+        shard[names[name]] = tensors[name]
         size += kind.nbytes
     yield shard
+
+
+def _names(schema: Schema) -> dict[str, str]:
+    """What each tensor is written as: who reads a model whose head is its embedding looks for the embedding alone."""
+    instead = {owner: name for name, owner in schema.tied.items() if owner.endswith("lm_head.weight")}
+    return {name: instead.get(name, name) for name in schema.tensors}
+
+
+def _tied(schema: Schema) -> dict[str, str]:
+    """Names that are left out -> what their tensor is written as."""
+    names = _names(schema)
+    owners = {name: name for name in schema.tensors} | dict(schema.tied)
+    return {name: names[owner] for name, owner in owners.items() if name != names[owner]}
 
 
 def _config(model: Path, image: Image, format: str) -> dict[str, Any]:

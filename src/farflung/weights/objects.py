@@ -49,6 +49,8 @@ Letters only: each cloud and each proxy forbids others."""
 
 _VARIABLES = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
+_CORRUPT = re.compile(r'"kind": ?"corrupt"')
+"""In a mirror's answer."""
 _memory: dict[str, MemoryStore] = {}
 
 
@@ -260,6 +262,8 @@ class ObjectStore:
         except (BaseError, OSError, ValueError) as error:
             if _NO_BUCKET.search(str(error)):
                 raise _no_bucket(self.url) from None
+            if _CORRUPT.search(str(error)):
+                raise Corrupt(f"the mirror's store is damaged: {_reason(error)}", where=where) from None
             mend = "check the URL, the credentials and the network, or try again later"
             raise StoreError(f"cannot {doing}: {_reason(error)}", where=where, mend=mend) from None
 

@@ -127,6 +127,8 @@ class Publisher:
     ) -> None:
         if anchor_every < 1:
             raise BadInput(f"anchor_every is {anchor_every}; at least 1 is needed")
+        if threads < 1:
+            raise BadInput(f"threads is {threads}; at least 1 is needed", where="publisher")
         if isinstance(exclude, str):
             raise BadInput(f"exclude is the text {exclude!r}", where="publisher", mend="give a list of patterns")
         self.formats = check_formats(formats)

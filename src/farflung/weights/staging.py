@@ -88,11 +88,12 @@ class Group:
 
 
 def by_tensor(schema: Schema, told: Told) -> dict[str, Flat]:
-    """Rising."""
+    """Rising, under every name that a tensor has."""
     found: dict[str, list[Flat]] = {}
     for number in sorted(told):
         found.setdefault(schema.pieces[number].tensor, []).append(told[number])
-    return {tensor: parts[0] if len(parts) == 1 else np.concatenate(parts) for tensor, parts in found.items()}
+    flat = {tensor: parts[0] if len(parts) == 1 else np.concatenate(parts) for tensor, parts in found.items()}
+    return flat | {name: flat[owner] for name, owner in schema.tied.items() if owner in flat}
 
 
 def changed_elements(content: Content, piece: Piece) -> Flat | None:

@@ -223,12 +223,17 @@ class FolderStore:
 
     def ages(self, folder: str) -> dict[str, float]:
         written = {}
-        with self._explained(folder, 0), self._staged(b"now") as probe:
-            now = probe.stat().st_mtime
+        with self._explained(folder, 0):
             for key in self.list(folder):
                 with suppress(FileNotFoundError):
-                    written[key] = max(0.0, now - (self.root / key).stat().st_mtime)
-        return written
+                    written[key] = (self.root / key).stat().st_mtime
+        try:
+            with self._staged(b"now") as probe:
+                now = probe.stat().st_mtime
+        except OSError:
+            # Full, or read-only: nothing is younger than what was written last, so no age is taken for more than it is.
+            now = max(written.values(), default=0.0)
+        return {key: max(0.0, now - then) for key, then in written.items()}
 
     def _path(self, key: str) -> Path:
         return self.root / check_key(key)

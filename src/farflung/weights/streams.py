@@ -58,6 +58,10 @@ class Shard:
                 else f"it is a {type(tensor)}"
             )
             raise BadInput(what, where=f"tensor {name}", mend="publish tensors that have values")
+        if tensor.layout != torch.strided:
+            raise BadInput(
+                f"its layout is {tensor.layout}", where=f"tensor {name}", mend="publish it dense: .to_dense()"
+            )
         if not dist.is_available() or not dist.is_initialized():
             return Shard(tensor, 0, tuple(tensor.shape))
         from torch.distributed.tensor import DTensor

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from farflung.core.errors import Corrupt
+from farflung.core.errors import BadInput, Corrupt
 from farflung.weights import delta, ranked
 from farflung.weights.delta import Change, Object, Whole
 from farflung.weights.elements import digest
@@ -43,8 +43,8 @@ Result = TypeVar("Result")
 class Update:
     """A version, verified. ``tensors`` by every name they were published under, over memory that the next ``fetch`` changes.
 
-    ``changed``: flat positions, rising, of the elements that differ from what this subscriber handed out before, for tensors
-    with any; None when it handed out nothing, when more than a sixteenth may differ, and when tensors came whole. ``bytes``:
+    ``changed``: flat positions, rising, of the elements that differ from what this subscriber handed out before, by every name of
+    tensors with any (of 4-bit codes, two in a byte); None when it handed out nothing, when more than a sixteenth may differ, and when tensors came whole. ``bytes``:
     what was fetched for it, in a try that failed as well. ``links``: deltas and jumps that led here. Seconds to stage (fetch and
     check, failed tries and all) and to apply (decode, apply and hash).
     """
@@ -82,6 +82,8 @@ class Subscriber:
         small: bool = False,
         threads: int = THREADS,
     ) -> None:
+        if threads < 1:
+            raise BadInput(f"threads is {threads}; at least 1 is needed", where="subscriber")
         self.format = format
         self._store = store
         self._history = History(store, run_id, Seal(key))
@@ -125,6 +127,8 @@ class Subscriber:
         Raises Missing for a version that is not published, not in this format, or was pruned, and Corrupt naming object
         and tensor for bytes that do not verify.
         """
+        if type(version) is not int:
+            raise BadInput(f"version {version!r:.100} is not an int", where="fetch")
         with self._fetching:
             if not self._opened:
                 self._image, self._opened = self._room.load(), True

@@ -129,6 +129,7 @@ class EmbeddedEngine:
         self._closing = False
         self._ended: str | None = None
         self._loading = asyncio.Lock()
+        self._asked = self._loaded = 0  # number of the last load, and of the last that came to its end
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -167,11 +168,15 @@ class EmbeddedEngine:
         self, version: int, weights: Mapping[str, Tensor], changed: Mapping[str, Positions] | None = None
     ) -> None:
         """See the port. Raises BadInput; the old weights stay then."""
+        self._asked += 1
+        number = self._asked
         async with self._loading:
             loop, held = asyncio.get_running_loop(), layout(weights)
             # Taken for good: a load that fails or is cancelled leaves it half-written, and the next one starts whole.
             standby, self._standby = self._standby, None
-            if standby is not None and (changed is None or standby.layout != held):
+            # One before that failed or was cancelled, even while it waited here, had changes that this one does not tell.
+            missed = number != self._loaded + 1
+            if standby is not None and (changed is None or missed or standby.layout != held):
                 standby = None
             started = time.monotonic()
             staged, written = await in_background(
@@ -183,6 +188,7 @@ class EmbeddedEngine:
             before: list[Weights] = []  # which alone holds them then
             self._post(lambda: self._swap(version, staged, before, loop, swapped))
             await swapped
+            self._loaded = number
             if standby is not None and changed is not None:
                 self._standby = Standby(held, before.pop(), changed)
                 return

@@ -61,6 +61,9 @@ def stage(standby: Standby | None, serving: Weights, intake: Intake, changed: Ch
         weights = intake.weights()
         return weights, weights.elements
     weights = standby.weights or serving.copy()
+    for name, positions in changed.items():
+        if positions.ndim != 1:
+            raise BadInput(f"the positions of changes in {name} are {list(positions.shape)}; they must be [n]")
     names = standby.lacks.keys() | changed.keys()
     both = {n: np.concatenate([c[n] for c in (standby.lacks, changed) if n in c]) for n in names}
     return weights, refresh(weights, intake, both)
