@@ -11,11 +11,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -164,17 +164,22 @@ class EmbeddedEngine:
                 self._post(self._drop_cancelled)
             raise
 
-    async def load(
+    def load(
         self, version: int, weights: Mapping[str, Tensor], changed: Mapping[str, Positions] | None = None
-    ) -> None:
+    ) -> Coroutine[Any, Any, None]:
         """See the port. Raises BadInput; the old weights stay then."""
+        # Counted here: a task that is cancelled before it first runs has missed changes, too.
         self._asked += 1
-        number = self._asked
+        return self._load(self._asked, version, weights, changed)
+
+    async def _load(
+        self, number: int, version: int, weights: Mapping[str, Tensor], changed: Mapping[str, Positions] | None
+    ) -> None:
         async with self._loading:
             loop, held = asyncio.get_running_loop(), layout(weights)
             # Taken for good: a load that fails or is cancelled leaves it half-written, and the next one starts whole.
             standby, self._standby = self._standby, None
-            # One before that failed or was cancelled, even while it waited here, had changes that this one does not tell.
+            # One that failed or was cancelled, wherever it was by then, had changes that this one does not tell.
             missed = number != self._loaded + 1
             if standby is not None and (changed is None or missed or standby.layout != held):
                 standby = None
