@@ -1,4 +1,4 @@
-"""Spoiled stores: whatever lies there instead of what was published, nobody is handed it."""
+"""Spoiled stores and bad calls: whatever comes instead of what was published or asked, nobody is handed it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farflung.core import frame
-from farflung.core.errors import Corrupt
+from farflung.core.errors import BadInput, Corrupt
 from farflung.weights import Compactor, FolderStore, Missing, Publisher, StoreError, Subscriber, delta
 from farflung.weights.changes import Changes
 from farflung.weights.delta import Change, Whole
@@ -297,3 +297,15 @@ def test_any_spoiled_byte_gives_an_error_or_the_right_weights(
     store.objects, store.pointers = kept
     for subscriber in (follower, joiner):
         assert equal(subscriber.fetch(wanted).tensors, history[wanted])
+
+
+@pytest.mark.parametrize("version", [1.5, "3", None, True])
+def test_a_version_is_a_number(version: Any) -> None:
+    with pytest.raises(BadInput, match="is not an int"):
+        Subscriber(MemoryStore(), RUN).fetch(version)
+
+
+def test_without_threads_nothing_is_begun() -> None:
+    for make in (Publisher, Subscriber):
+        with pytest.raises(BadInput, match="threads is 0"):
+            make(MemoryStore(), RUN, threads=0)

@@ -93,18 +93,6 @@ def test_what_changed_is_told_under_every_name_of_a_tensor() -> None:
     assert positions(update) == {"lm_head.weight": [6], "model.embed_tokens.weight": [6]}
 
 
-@pytest.mark.parametrize("version", [1.5, "3", None, True])
-def test_a_version_is_a_number(version: Any) -> None:
-    with pytest.raises(BadInput, match="is not an int"):
-        Subscriber(MemoryStore(), RUN).fetch(version)
-
-
-def test_without_threads_nothing_is_begun() -> None:
-    for make in (Publisher, Subscriber):
-        with pytest.raises(BadInput, match="threads is 0"):
-            make(MemoryStore(), RUN, threads=0)
-
-
 def test_elements_that_end_where_they_began_did_not_change(room: dict[str, Any]) -> None:
     one, two = walk(1, size=1e-4)
     three = copy(one)
