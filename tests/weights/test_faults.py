@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -309,3 +310,9 @@ def test_without_threads_nothing_is_begun() -> None:
     for make in (Publisher, Subscriber):
         with pytest.raises(BadInput, match="threads is 0"):
             make(MemoryStore(), RUN, threads=0)
+
+
+def test_a_sparse_tensor_is_refused_by_name() -> None:
+    sparse = torch.eye(4).to_sparse()
+    with pytest.raises(BadInput, match=r"tensor w: its layout is torch.sparse_coo"):
+        Publisher(MemoryStore(), RUN).publish(0, {"w": sparse})
