@@ -48,6 +48,15 @@ def whole(trainer: Trainer, stream: dict[str, Tensor], compute: str = "float32")
         )
 
 
+def published(trainer: Trainer, steps: int) -> list[dict[str, Tensor]]:
+    """The stream at the start and after each step."""
+    streams = [trainer.publish()]
+    for _ in range(steps):
+        trainer.step(0.01)
+        streams.append(trainer.publish())
+    return streams
+
+
 def spoil(trainer: Trainer, stream: dict[str, Tensor]) -> dict[str, Tensor]:
     """The stream with one number of the last layer that is not finite."""
     name = "model.layers.1.mlp.down_proj.weight"
@@ -212,10 +221,7 @@ async def test_without_a_standby_every_load_is_whole() -> None:
 @pytest.mark.parametrize("begun", [True, False])
 async def test_after_a_load_that_was_cancelled_while_it_waited_the_next_is_whole(begun: bool) -> None:
     trainer = Trainer(architecture(), "bf16", coded=True)
-    streams = [trainer.publish()]
-    for _ in range(4):
-        trainer.step(0.01)
-        streams.append(trainer.publish())
+    streams = published(trainer, 4)
     async with serving(trainer, streams[0]) as engine:
         loads = [
             asyncio.create_task(engine.load(v, streams[v], difference(streams[v - 1], streams[v]))) for v in (1, 2, 3)
@@ -253,10 +259,7 @@ async def test_replaced_weights_are_freed_where_nobody_waits(standby: bool) -> N
 
 async def test_after_a_load_that_was_cancelled_the_next_is_whole() -> None:
     trainer = Trainer(architecture(), "nvfp4", coded=True)
-    streams = [trainer.publish()]
-    for _ in range(3):
-        trainer.step(0.01)
-        streams.append(trainer.publish())
+    streams = published(trainer, 3)
     async with serving(trainer, streams[0]) as engine:
         await engine.load(1, streams[1], difference(streams[0], streams[1]))
         cancelled = asyncio.create_task(engine.load(2, streams[2], difference(streams[1], streams[2])))
@@ -275,11 +278,12 @@ async def test_after_a_load_that_was_cancelled_the_next_is_whole() -> None:
     [
         ({"model.layers.7.mlp.up_proj.weight": [0]}, "said to have changed, but the weights lack it"),
         ({UP: [-1, 0]}, r"up_proj\.weight are int64 \[2\] in \[-1, 0\]"),
+        ({UP: [[1]]}, r"up_proj\.weight are int64 \[1, 1\]"),
         ({UP: [136 * 32]}, r"must be int64 \[n\] in \[0, 4352\)"),
         ({"model.embed_tokens.weight": [40 * 24]}, r"embed_tokens\.weight .* in \[0, 960\)"),
     ],
 )
-async def test_positions_that_do_not_fit_are_refused(changed: dict[str, list[int]], message: str) -> None:
+async def test_positions_that_do_not_fit_are_refused(changed: dict[str, list[Any]], message: str) -> None:
     trainer = Trainer(architecture(), "nvfp4", coded=True)
     stream = trainer.publish()
     async with serving(trainer, stream) as engine:

@@ -62,20 +62,20 @@ def stage(standby: Standby | None, serving: Weights, intake: Intake, changed: Ch
         return weights, weights.elements
     weights = standby.weights or serving.copy()
     for name, positions in changed.items():
-        if positions.ndim != 1:
-            raise BadInput(f"the positions of changes in {name} are {list(positions.shape)}; they must be [n]")
+        if positions.size:
+            _check(name, positions, intake)
     names = standby.lacks.keys() | changed.keys()
-    both = {n: np.concatenate([c[n] for c in (standby.lacks, changed) if n in c]) for n in names}
+    told = {n: [c[n] for c in (standby.lacks, changed) if n in c and c[n].size] for n in names}
+    both = {n: np.concatenate(parts) for n, parts in told.items() if parts}
     return weights, refresh(weights, intake, both)
 
 
 def refresh(weights: Weights, intake: Intake, changed: Changed) -> int:
     """Write into ``weights`` what ``intake`` holds at the positions ``changed``, of which some may stand there twice.
 
-    Returns how many elements were written. Raises BadInput for positions outside of their tensors and for values that are
-    not finite, with ``weights`` half-written.
+    Returns how many elements were written. Raises BadInput for values that are not finite, with ``weights`` half-written.
     """
-    moved = {name: _checked(name, positions, intake) for name, positions in changed.items() if len(positions)}
+    moved = {name: torch.tensor(at, device=intake.given[name].device) for name, at in changed.items()}
     a, written = intake.architecture, 0
     for name, matrix in outer_matrices(a).items():
         written += _write(getattr(weights, name), matrix, intake, moved)
@@ -95,7 +95,7 @@ def refresh(weights: Weights, intake: Intake, changed: Changed) -> int:
     return written
 
 
-def _checked(name: str, positions: Positions, intake: Intake) -> Tensor:
+def _check(name: str, positions: Positions, intake: Intake) -> None:
     if name not in intake.given:
         raise BadInput(f"{name} is said to have changed, but the weights lack it")
     size = intake.given[name].numel() * (2 if intake.is_packed(name) else 1)
@@ -104,7 +104,6 @@ def _checked(name: str, positions: Positions, intake: Intake) -> Tensor:
             f"the positions of changes in {name} are {positions.dtype} {list(positions.shape)} in "
             f"[{positions.min()}, {positions.max()}]; they must be int64 [n] in [0, {size})"
         )
-    return torch.tensor(positions, device=intake.given[name].device)
 
 
 @dataclass(frozen=True, slots=True)
