@@ -20,6 +20,7 @@ from farflung.weights.manifest import (
     Part,
     Ref,
     Seal,
+    decode_pointer,
     encode_pointer,
     jump_key,
     manifest_key,
@@ -127,6 +128,59 @@ def test_a_pointer_of_garbage_is_one_fault(store: FolderStore, garbage: bytes) -
     (fault,) = faults(store)
     assert fault.where == f"pointer {pointer_key(RUN)}"
     assert fault.mend
+
+
+@pytest.mark.parametrize("jumps", [True, False])
+@pytest.mark.parametrize("number", [None, 0, 3, 5])
+def test_a_pointer_that_was_moved_back_is_named_with_what_it_was(
+    tmp_path: Path, number: int | None, jumps: bool
+) -> None:
+    store = in_folder(tmp_path / "store", jumps=jumps)
+    latest = store.root / pointer_key(RUN)
+    right = latest.read_bytes()
+    before = {key: store.exists(key) for key in store.list(RUN)}
+    if number is None:
+        latest.unlink()
+    else:
+        latest.write_bytes(encode_pointer(history_of(store).find(number).ref))
+    verdict = verify(history_of(store))
+    if number == 5 and not jumps:  # as a publisher leaves it that died before it moved the pointer
+        assert verdict.faults == ()
+        assert [key for key in verdict.orphans or () if "manifests" in key] == [
+            manifest_key(RUN, decode_pointer(right, "pointer"))
+        ]
+        return
+    (fault,) = verdict.faults
+    assert fault.where == f"pointer {pointer_key(RUN)}"
+    assert "it was moved back" in fault.what
+    assert "version 6 is there" in fault.what
+    assert verdict.orphans is None
+    with pytest.raises(Corrupt, match="nothing is removed"):
+        prune(history_of(store), 1, live_seconds=0.0, orphan_seconds=0.0)
+    assert {key: store.exists(key) for key in store.list(RUN)} | {pointer_key(RUN): True} == before
+    latest.write_bytes(fault.mend.removeprefix("write ").partition(" to it")[0].encode())
+    assert latest.read_bytes() == right
+    assert verify(history_of(store)).faults == ()
+
+
+def test_what_others_put_above_the_pointer_proves_nothing(store: FolderStore) -> None:
+    """A manifest under another key, one of garbage, and a second publisher's that lost."""
+    newest = history_of(store).newest()
+    assert newest is not None
+    lost = replace(newest.manifest, version=7, ancestors=(newest.ref,), anchored=newest.ref)
+    far = replace(newest.manifest, version=9, ancestors=(Ref(8, "0" * 64),), anchored=newest.ref)
+    orphans = {jump_key(RUN, "bf16", 8, 2): b"garbage"}
+    for version, raw in (
+        (7, Seal(KEY).sign(lost.encode())),
+        (9, Seal(b"another").sign(far.encode())),
+        (9, b"garbage"),
+    ):
+        orphans[manifest_key(RUN, Ref(version, name_part(raw).sha256))] = raw
+    for key, raw in orphans.items():
+        store.put(key, raw)
+    verdict = verify(history_of(store))
+    assert verdict.faults == ()
+    assert set(verdict.orphans or ()) == set(orphans)
 
 
 def test_another_key_and_no_signature_are_faults(store: FolderStore, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,10 @@ FORMAT = 2
 MAX_MANIFEST = 64 << 20
 MAX_OBJECT = 256 << 20
 """What a schema or a delta object may take: four times the bits that one object stands for (``schema.PIECE_BYTES``)."""
+
+
+_MANIFEST = re.compile(r"manifests/([0-9]{8,15})-([0-9a-f]{64})")
+_JUMP = re.compile(r"jumps/([^/]+)/([0-9]{8,15})-([0-9]{1,15})")
 
 
 class Gone(Corrupt):
@@ -224,6 +229,18 @@ def manifest_key(run: str, ref: Ref) -> str:
 
 def jump_key(run: str, format: str, version: int, span: int) -> str:
     return f"{run}/jumps/{format}/{version:08d}-{span}"
+
+
+def manifest_ref(run: str, key: str) -> Ref | None:
+    """What a key is the manifest of; None for a key of something else."""
+    found = _MANIFEST.fullmatch(key.removeprefix(f"{run}/"))
+    return None if found is None else Ref(int(found[1]), found[2])
+
+
+def jump_of(run: str, key: str) -> tuple[str, int, int] | None:
+    """Format, version and span of a jump's key; None for a key of something else."""
+    found = _JUMP.fullmatch(key.removeprefix(f"{run}/"))
+    return None if found is None else (found[1], int(found[2]), int(found[3]))
 
 
 def pointer_key(run: str) -> str:

@@ -16,14 +16,12 @@ from dataclasses import dataclass
 
 from farflung.core.errors import BadInput, Corrupt
 from farflung.weights.history import History, Version
-from farflung.weights.manifest import Ref, object_key, read_jump
+from farflung.weights.manifest import Ref, jump_of, manifest_ref, object_key, pointer_key, read_jump
 from farflung.weights.store import Missing, Store, StoreError, check_name
 from farflung.weights.strict import count, loads, need
 
 log = logging.getLogger(__name__)
 
-_MANIFEST = re.compile(r"manifests/([0-9]{8,15})-([0-9a-f]{64})")
-_JUMP = re.compile(r"jumps/([^/]+)/([0-9]{8,15})-([0-9]{1,15})")
 _LEASE = re.compile(r"leases/([^/]+)")
 
 RENEW_SECONDS = 60.0
@@ -129,7 +127,7 @@ def prune(
     that is cut off leaves nothing half readable. Objects of what was removed go once they are older than ``live_seconds``,
     unless they were put again since. Those that nothing names, of a publisher that died or is at work, go once they are
     older than ``orphan_seconds``. ``dry_run``: only say what would go. Raises Corrupt, and removes nothing, where a version
-    between others is lost.
+    between others is lost or the pointer went back.
     """
     if keep < 1:
         raise BadInput(f"cannot keep {keep} versions", where=f"run {history.run}", mend="keep at least 1")
@@ -139,10 +137,15 @@ def prune(
     live = held(store, run, live_seconds)
     history.forget()
     newest = history.newest()
+    if (beyond := history.beyond(names)) is not None:
+        what = f"it was moved back: version {beyond.number} is there as well, so nothing is removed"
+        raise Corrupt(
+            what, where=f"pointer {pointer_key(run)}", mend="farflung weights verify says what to write to it"
+        )
     if newest is None:
         return Removed(0, 0, 0, 0, 0)
-    manifests = {key: found for key in names if (found := _MANIFEST.fullmatch(key.removeprefix(f"{run}/")))}
-    young = [int(found[1]) for key, found in manifests.items() if names[key] <= live_seconds]
+    manifests = {key: ref for key in names if (ref := manifest_ref(run, key)) is not None}
+    young = [ref.version for key, ref in manifests.items() if names[key] <= live_seconds]
     lowest = min([max(0, newest.number - keep + 1), *live.values(), *young])
     floor, kept = newest.number, set[str]()
     for version in history.back(newest):
@@ -151,7 +154,7 @@ def prune(
         if floor <= lowest and _joins_all(version, newest):
             break
     else:
-        lost = [key for key, found in manifests.items() if int(found[1]) < floor and store.exists(key)]
+        lost = [key for key, ref in manifests.items() if ref.version < floor and store.exists(key)]
         if lost:  # what the newest version starts from may be among them
             what = (
                 f"the version before version {floor} is not there, but {len(lost)} older ones are: nothing is removed"
@@ -172,11 +175,11 @@ def prune(
 
     for key in sorted(names):
         name = key.removeprefix(f"{run}/")
-        if (found := manifests.get(key)) and int(found[1]) < floor:
-            release(key, _version_objects(history, Ref(int(found[1]), found[2])))
+        if (ref := manifests.get(key)) is not None and ref.version < floor:
+            release(key, _version_objects(history, ref))
             remove(key, "versions")
-        elif found := _JUMP.fullmatch(name):
-            format, number, span = found[1], int(found[2]), int(found[3])
+        elif (jump := jump_of(run, key)) is not None:
+            format, number, span = jump
             objects = _jump_objects(history, format, number, span)
             if objects is None or number - span < floor:
                 release(key, objects or ())

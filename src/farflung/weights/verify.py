@@ -7,48 +7,33 @@ Nothing is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from farflung.core.errors import BadInput, Corrupt
 from farflung.weights import delta
 from farflung.weights.delta import Change, Whole
 from farflung.weights.elements import digest
+from farflung.weights.findings import BRING_BACK, NEXT_ANCHOR, Fault, Findings, Pruned
 from farflung.weights.history import History, Version
 from farflung.weights.image import Image, Room
 from farflung.weights.manifest import (
-    Gone,
     Jump,
-    Part,
     Ref,
     Stream,
+    encode_pointer,
     jump_key,
     manifest_key,
     object_key,
     pointer_key,
     read_jump,
-    read_part,
 )
 from farflung.weights.retention import decode_lease, object_keys
 from farflung.weights.schema import Schema
 from farflung.weights.store import Missing
 
-THREADS = 4
-BRING_BACK = "bring it back from a copy of the store or a mirror's cache: any file whose SHA-256 is its name is right"
-NEXT_ANCHOR = "the publisher stored it so; versions are right again from the next whole copy on"
-
 Progress = Callable[[int, int, str], None]
 """Called with the steps that are done, the steps that there are, and what the next one is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """``what`` is wrong with ``where``, and how to mend it."""
-
-    where: str
-    what: str
-    mend: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,41 +63,37 @@ def verify(
         raise BadInput(f"the last {last} versions are none", where="verify", mend="at least 1")
     # The keys come first: what is published from now on is in none of them.
     keys = history.store.list(history.run) if orphans else []
-    walk = _Walk(history, progress or (lambda done, total, what: None))
+    findings = Findings(history)
+    walk = _Walk(history, progress or (lambda done, total, what: None), findings)
     walk.find(last)
+    walk.pointer(keys)
     walk.formats()
     walk.leases([key for key in keys if key.startswith(f"{history.run}/leases/")])
-    strays = walk.strays(keys) if orphans and last is None and walk.complete else None
-    return Verdict(len(walk.versions), walk.jumps, len(walk.read), sum(walk.read.values()), tuple(walk.faults), strays)
-
-
-class _Pruned(Exception):
-    """What is looked at was pruned meanwhile."""
+    strays = walk.strays(keys) if orphans and last is None and findings.complete else None
+    read = findings.read
+    return Verdict(len(walk.versions), walk.jumps, len(read), sum(read.values()), tuple(findings.faults), strays)
 
 
 @dataclass
 class _Walk:
-    """``named``: manifests by the versions they hold; ``read``: bytes of objects by hash; ``complete``: all that names objects was read."""
+    """``named``: manifests by the versions they hold; ``known``: keys that something names."""
 
     history: History
     progress: Progress
+    findings: Findings
     lowest: int = 0
     versions: dict[int, Version] = field(default_factory=dict)
     named: dict[int, Ref] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
-    schemas: dict[str, Schema] = field(default_factory=dict)
-    read: dict[str, int] = field(default_factory=dict)
-    faults: list[Fault] = field(default_factory=list)
     jumps: int = 0
-    complete: bool = True
 
     def find(self, last: int | None) -> None:
         """The versions, newest first, and below the lowest wanted one those down to where every format is whole."""
         try:
             newest = self.history.newest()
         except Corrupt as error:
-            self._fault(error, BRING_BACK)
-            self.complete = False
+            self.findings.fault(error, BRING_BACK)
+            self.findings.complete = False
             return
         if newest is None:
             return
@@ -131,8 +112,8 @@ class _Walk:
                 missing.append(number)
                 continue
             except Corrupt as error:
-                self._fault(error, BRING_BACK)
-                self.complete = False
+                self.findings.fault(error, BRING_BACK)
+                self.findings.complete = False
                 continue
             self.versions[number] = version
             self.known.update(object_keys(self.history.run, version))
@@ -148,13 +129,26 @@ class _Walk:
         for number in missing:
             if number not in pruned:
                 where = f"manifest {manifest_key(self.history.run, self.named[number])}"
-                self._note(Fault(where, "it is not there, though versions that need it are", BRING_BACK))
-                self.complete = False
+                self.findings.note(Fault(where, "it is not there, though versions that need it are", BRING_BACK))
+                self.findings.complete = False
 
     def _cut_off(self, format: str) -> bool:
         """Whether its oldest version is not whole: a pruning leaves one that is, so what was below it is lost."""
         oldest = min(n for n, version in self.versions.items() if format in version.manifest.streams)
         return not self.versions[oldest].manifest.streams[format].anchor
+
+    def pointer(self, keys: Sequence[str]) -> None:
+        """Whether it went back, as far as these keys can tell."""
+        if not self.findings.complete or (beyond := self.history.beyond(keys)) is None:
+            return
+        newest = self.history.newest()
+        what = (
+            f"it names {'nothing' if newest is None else f'version {newest.number}'}, but version {beyond.number} is there "
+            f"as well, in manifest {manifest_key(self.history.run, beyond.ref)}: it was moved back"
+        )
+        mend = f"write {encode_pointer(beyond.ref).decode()} to it, and verify again"
+        self.findings.note(Fault(f"pointer {pointer_key(self.history.run)}", what, mend))
+        self.findings.complete = False
 
     def formats(self) -> None:
         names = list(dict.fromkeys(name for version in self.versions.values() for name in version.manifest.streams))
@@ -170,7 +164,7 @@ class _Walk:
                 if raw is not None:
                     decode_lease(raw, f"lease {key}")
             except Corrupt as error:
-                self._fault(error, error.mend)
+                self.findings.fault(error, error.mend)
 
     def strays(self, keys: Sequence[str]) -> tuple[str, ...]:
         """Those that nothing names."""
@@ -194,7 +188,7 @@ class _Walk:
             begun = begun or bool(stream.anchor) or (lasts and number >= self.lowest)
             try:
                 image = self._version(image, version, format, stream)
-            except _Pruned:
+            except Pruned:
                 image = None
                 continue
             if image is None and begun:
@@ -202,7 +196,7 @@ class _Walk:
         if skipped := [number for number in skipped if self._there(number)]:
             what = f"not checked: version{'s' if len(skipped) > 1 else ''} {_ranges(skipped)}, to which nothing sound leads"
             mend = "mend what is named above, or bring the whole copy before them back"
-            self._note(Fault(f"{format} of run {self.history.run}", what, mend))
+            self.findings.note(Fault(f"{format} of run {self.history.run}", what, mend))
 
     def _there(self, number: int) -> bool:
         """Whether the version was not pruned meanwhile."""
@@ -210,9 +204,9 @@ class _Walk:
 
     def _version(self, image: Image | None, version: Version, format: str, stream: Stream) -> Image | None:
         """The image of this version; None where neither its delta nor its whole copy gives it."""
-        schema = self._schema(stream.schema, version)
+        schema = self.findings.schema(stream.schema, manifest_key(self.history.run, version.ref))
         if schema is None:
-            self.complete = False
+            self.findings.complete = False
             return None
         image = self._follow(image, version, format, stream, schema)
         if stream.anchor:
@@ -230,36 +224,36 @@ class _Walk:
             return None
         if image is not None and (image.root != stream.before or image.schema != schema):
             what = f"its delta starts at other weights than version {version.number - 1}"
-            self._note(Fault(where, what, NEXT_ANCHOR))
+            self.findings.note(Fault(where, what, NEXT_ANCHOR))
             image = None
         if image is not None:
             self._small(image, version, stream, schema)
         sound = image is not None
-        for part, changes in self._decoded(stream.delta, schema, manifest_key(self.history.run, version.ref)):
+        for part, changes in self.findings.decoded(stream.delta, schema, manifest_key(self.history.run, version.ref)):
             sound = sound and changes is not None
             if image is not None and changes is not None:
                 sound &= self._apply(image, changes, f"object {object_key(self.history.run, part)}")
         if not sound or image is None:
             return None
         if image.root != stream.root:
-            self._note(Fault(where, "its delta leads to other weights than those published", NEXT_ANCHOR))
+            self.findings.note(Fault(where, "its delta leads to other weights than those published", NEXT_ANCHOR))
             return None
         return image
 
     def _small(self, image: Image, version: Version, stream: Stream, schema: Schema) -> None:
         """Hold the deltas in fewer bytes against the bits that they are told of."""
         owner = manifest_key(self.history.run, version.ref)
-        for part, changes in self._decoded(stream.small, schema, owner, ranked=True):
+        for part, changes in self.findings.decoded(stream.small, schema, owner, ranked=True):
             for change in changes or ():
                 where = f"object {object_key(self.history.run, part)}, tensor {schema.pieces[change.piece].tensor}"
                 bits = image.piece(change.piece).copy()
                 try:
                     delta.apply(bits, change.content, schema.pieces[change.piece].kind)
                 except Corrupt as error:
-                    self._note(Fault(where, error.what, NEXT_ANCHOR))
+                    self.findings.note(Fault(where, error.what, NEXT_ANCHOR))
                     continue
                 if digest(bits) != change.after:
-                    self._note(Fault(where, "its changes do not give the hash that it states", NEXT_ANCHOR))
+                    self.findings.note(Fault(where, "its changes do not give the hash that it states", NEXT_ANCHOR))
 
     def _apply(self, image: Image, changes: Sequence[Change], where: str) -> bool:
         sound = True
@@ -269,7 +263,7 @@ class _Walk:
             image.hashes[change.piece] = change.after
             if digest(bits) != change.after:
                 what = "its changes do not give the hash that it states"
-                self._note(Fault(f"{where}, tensor {piece.tensor}", what, NEXT_ANCHOR))
+                self.findings.note(Fault(f"{where}, tensor {piece.tensor}", what, NEXT_ANCHOR))
                 sound = False
         return sound
 
@@ -282,27 +276,27 @@ class _Walk:
         if image is None:
             fresh = Image(version.number, schema, Room().arrays(schema), [b""] * len(schema.pieces))
         missing, sound = set(range(len(schema.pieces))), True
-        for part, changes in self._decoded(stream.anchor, schema, manifest_key(self.history.run, version.ref)):
+        for part, changes in self.findings.decoded(stream.anchor, schema, manifest_key(self.history.run, version.ref)):
             sound &= changes is not None
             for change in changes or []:
                 place = f"object {object_key(self.history.run, part)}, tensor {schema.pieces[change.piece].tensor}"
                 missing.discard(change.piece)
                 if not isinstance(change.content, Whole) or digest(change.content.bits) != change.after:
-                    self._note(Fault(place, "its bits do not have the hash that it states", NEXT_ANCHOR))
+                    self.findings.note(Fault(place, "its bits do not have the hash that it states", NEXT_ANCHOR))
                     sound = False
                 elif image is not None and image.hashes[change.piece] != change.after:
                     what = f"it differs from what the delta of version {version.number} leads to"
-                    self._note(Fault(place, what, NEXT_ANCHOR))
+                    self.findings.note(Fault(place, what, NEXT_ANCHOR))
                     sound = False
                 elif fresh is not None:
                     fresh.piece(change.piece)[...] = change.content.bits
                     fresh.hashes[change.piece] = change.after
         if sound and missing:
             what = f"no object holds tensor {schema.pieces[min(missing)].tensor}"
-            self._note(Fault(where, what, NEXT_ANCHOR))
+            self.findings.note(Fault(where, what, NEXT_ANCHOR))
             sound = False
         if sound and fresh is not None and fresh.root != stream.root:
-            self._note(Fault(where, "it holds other weights than those published", NEXT_ANCHOR))
+            self.findings.note(Fault(where, "it holds other weights than those published", NEXT_ANCHOR))
             sound = False
         return image if image is not None else fresh if sound else None
 
@@ -315,8 +309,8 @@ class _Walk:
         try:
             jump = read_jump(self.history.store, run, format, version.number, span, self.history.seal)
         except Corrupt as error:
-            self._fault(error, _make_again(key))
-            self.complete = False
+            self.findings.fault(error, _make_again(key))
+            self.findings.complete = False
             return
         if jump is None:
             return
@@ -326,80 +320,17 @@ class _Walk:
         before = first.manifest.streams.get(format) if first is not None else None
         if jump.root != stream.root or (before is not None and jump.before != before.root):
             what = f"it leads between other weights than those of versions {start} and {version.number}"
-            self._note(Fault(f"jump {key}", what, _make_again(key)))
+            self.findings.note(Fault(f"jump {key}", what, _make_again(key)))
             return
         changes: list[Change] = []
-        for _, found in self._decoded(jump.delta, schema, key, _make_again(key)):
+        for _, found in self.findings.decoded(jump.delta, schema, key, _make_again(key)):
             if found is None:
                 image = None
             elif image is not None:
                 changes += found
         if image is not None and not _leads_back(image, jump, changes):
             what = f"it does not lead from version {start} to version {version.number}"
-            self._note(Fault(f"jump {key}", what, _make_again(key)))
-
-    def _schema(self, part: Part, version: Version) -> Schema | None:
-        if part.sha256 in self.schemas:
-            return self.schemas[part.sha256]
-        where = f"schema {object_key(self.history.run, part)}"
-        try:
-            raw = read_part(self.history.store, self.history.run, part)
-            self.read[part.sha256] = part.nbytes
-            self.schemas[part.sha256] = Schema.decode(raw, where)
-            return self.schemas[part.sha256]
-        except Gone:
-            self._missing(where, manifest_key(self.history.run, version.ref), BRING_BACK)
-        except Corrupt as error:
-            self._fault(error, BRING_BACK)
-        return None
-
-    def _decoded(
-        self, parts: Sequence[Part], schema: Schema, owner: str, mend: str = BRING_BACK, *, ranked: bool = False
-    ) -> Iterator[tuple[Part, list[Change] | None]]:
-        """Each object with its changes, or with None when it is not sound, which is noted. A few are read at a time.
-
-        ``owner``: the key of what names them.
-        """
-        run, seen = self.history.run, set[int]()
-
-        def read(part: Part) -> list[Change] | Corrupt:
-            where = f"object {object_key(run, part)}"
-            try:
-                return delta.decode(read_part(self.history.store, run, part), schema, where=where, ranked=ranked)
-            except Corrupt as error:
-                return error
-
-        with ThreadPoolExecutor(THREADS) as pool:
-            for at in range(0, len(parts), THREADS):
-                batch = parts[at : at + THREADS]
-                for part, found in zip(batch, pool.map(read, batch), strict=True):
-                    if isinstance(found, Gone):
-                        self._missing(f"object {object_key(run, part)}", owner, mend)
-                        yield part, None
-                    elif isinstance(found, Corrupt):
-                        self._fault(found, mend)
-                        yield part, None
-                    elif seen & (pieces := {change.piece for change in found}) or len(pieces) < len(found):
-                        what = "it holds a piece a second time"
-                        self._note(Fault(f"object {object_key(run, part)}", what, NEXT_ANCHOR))
-                        yield part, None
-                    else:
-                        seen |= pieces
-                        self.read[part.sha256] = part.nbytes
-                        yield part, found
-
-    def _fault(self, error: Corrupt, mend: str) -> None:
-        self._note(Fault(error.where, error.what, error.mend or mend))
-
-    def _missing(self, where: str, owner: str, mend: str) -> None:
-        """A fault, unless what names it went too."""
-        if not self.history.store.exists(owner):
-            raise _Pruned
-        self._note(Fault(where, "it is needed and not there", mend))
-
-    def _note(self, fault: Fault) -> None:
-        if not any((known.where, known.what) == (fault.where, fault.what) for known in self.faults):
-            self.faults.append(fault)  # formats share objects
+            self.findings.note(Fault(f"jump {key}", what, _make_again(key)))
 
 
 def _leads_back(image: Image, jump: Jump, changes: Sequence[Change]) -> bool:
