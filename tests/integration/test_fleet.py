@@ -22,7 +22,7 @@ from farflung.fleet import wire
 from farflung.fleet.client import FleetClient
 from farflung.weights.manifest import derive_key
 from farflung.weights.publisher import Publisher
-from farflung.weights.store import open_store
+from farflung.weights.urls import open_store
 
 TOKEN = "integration-token"
 CONFIG = {

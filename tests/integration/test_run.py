@@ -19,8 +19,8 @@ def assert_whole(run: Run, updates: int) -> None:
 
     from farflung.run.workspace import Workspace
     from farflung.weights.manifest import derive_key
-    from farflung.weights.store import open_store
     from farflung.weights.subscriber import Subscriber
+    from farflung.weights.urls import open_store
 
     assert [n for (n,) in run.query("SELECT id FROM updates ORDER BY id")] == list(range(1, updates + 1))
     assert [n for (n,) in run.query("SELECT version FROM versions ORDER BY version")] == list(range(updates + 1))

@@ -27,7 +27,8 @@ from farflung.fleet import process, wire
 from farflung.fleet.blocking import beside
 from farflung.fleet.cache import CHUNK, Cached, Decayed, HashCache, digest_of
 from farflung.weights.manifest import MAX_OBJECT
-from farflung.weights.store import MAX_POINTER, Missing, Store, StoreError, check_key, open_store
+from farflung.weights.store import MAX_POINTER, Missing, Store, StoreError, check_key
+from farflung.weights.urls import open_store
 
 log = logging.getLogger(__name__)
 

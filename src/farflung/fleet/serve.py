@@ -124,8 +124,8 @@ def _weights(options: ServeOptions, replica: str, token: str) -> WeightsSource |
     if options.store is None or options.run_id is None:
         return None
     from farflung.weights.manifest import derive_key
-    from farflung.weights.store import open_store
     from farflung.weights.subscriber import Subscriber
+    from farflung.weights.urls import open_store
 
     subscriber = Subscriber(
         open_store(options.store, token=token),

@@ -37,7 +37,7 @@ from farflung.run.publishing import Publishing, Upkeep
 from farflung.trainer.step import Trainer
 from farflung.weights.manifest import derive_key
 from farflung.weights.publisher import Publisher
-from farflung.weights.store import open_store
+from farflung.weights.urls import open_store
 
 KEEP_CHECKPOINTS = 2
 
