@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,8 +20,6 @@ from farflung.weights.manifest import (
     Stream,
     decode_pointer,
     jump_key,
-    jump_of,
-    manifest_ref,
     pointer_key,
     read_jump,
     read_manifest,
@@ -155,37 +153,6 @@ class History:
                     what = f"it names version {ref.version}, whose manifest is not there"
                     raise Corrupt(what, where=where) from None
             return self._newest
-
-    def beyond(self, keys: Iterable[str]) -> Version | None:
-        """The highest version above the newest that shows, among these keys, that the pointer once stood higher.
-
-        A manifest right above the pointer may be a publisher's who died, or is at work. One whose own version before is
-        not what the pointer names was made after the pointer had moved on, and so was a jump.
-        """
-        keys = list(keys)
-        newest = self.newest()
-        top = None if newest is None else newest.ref
-        number = -1 if newest is None else newest.number
-        refs = [ref for key in keys if (ref := manifest_ref(self.run, key)) is not None and ref.version > number]
-        jumps = [jump for key in keys if (jump := jump_of(self.run, key)) is not None and jump[1] > number]
-        for ref in sorted(refs, key=lambda ref: ref.version, reverse=True):
-            try:
-                version = self.read(ref)
-                before = next(iter(version.manifest.ancestors), None)
-                if before != top or any(self._arrives(jump, version) for jump in jumps):
-                    return version
-            except (Missing, Corrupt):
-                continue
-        return None
-
-    def _arrives(self, jump: tuple[str, int, int], version: Version) -> bool:
-        """Whether the jump leads to this version. Raises Corrupt."""
-        format, number, span = jump
-        stream = version.manifest.streams.get(format)
-        if stream is None or number != version.number:
-            return False
-        found = read_jump(self.store, self.run, format, number, span, self.seal)
-        return found is not None and found.root == stream.root
 
     def read(self, ref: Ref) -> Version:
         """A version by its name. Raises Missing, Corrupt."""

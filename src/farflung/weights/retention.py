@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from farflung.core.errors import BadInput, Corrupt
 from farflung.weights.history import History, Version
 from farflung.weights.manifest import Ref, jump_of, manifest_ref, object_key, pointer_key, read_jump
+from farflung.weights.pointer import moved_back
 from farflung.weights.store import Missing, Store, StoreError, check_name
 from farflung.weights.strict import count, loads, need
 
@@ -137,8 +138,8 @@ def prune(
     live = held(store, run, live_seconds)
     history.forget()
     newest = history.newest()
-    if (beyond := history.beyond(names)) is not None:
-        what = f"it was moved back: version {beyond.number} is there as well, so nothing is removed"
+    if (right := moved_back(history, names, None if newest is None else newest.ref)) is not None:
+        what = f"it does not name version {right.number}, to which it had moved: nothing is removed"
         raise Corrupt(
             what, where=f"pointer {pointer_key(run)}", mend="farflung weights verify says what to write to it"
         )

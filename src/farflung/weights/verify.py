@@ -28,6 +28,7 @@ from farflung.weights.manifest import (
     pointer_key,
     read_jump,
 )
+from farflung.weights.pointer import moved_back
 from farflung.weights.retention import decode_lease, object_keys
 from farflung.weights.schema import Schema
 from farflung.weights.store import Missing
@@ -63,10 +64,10 @@ def verify(
         raise BadInput(f"the last {last} versions are none", where="verify", mend="at least 1")
     # The keys come first: what is published from now on is in none of them.
     keys = history.store.list(history.run) if orphans else []
+    history.forget()  # what was pruned since it was read
     findings = Findings(history)
     walk = _Walk(history, progress or (lambda done, total, what: None), findings)
-    walk.find(last)
-    walk.pointer(keys)
+    walk.find(last, keys)
     walk.formats()
     walk.leases([key for key in keys if key.startswith(f"{history.run}/leases/")])
     strays = walk.strays(keys) if orphans and last is None and findings.complete else None
@@ -76,7 +77,7 @@ def verify(
 
 @dataclass
 class _Walk:
-    """``named``: manifests by the versions they hold; ``known``: keys that something names."""
+    """``named``: manifests by the versions they hold; ``known``: keys that something names; ``moved``: the pointer was."""
 
     history: History
     progress: Progress
@@ -86,15 +87,18 @@ class _Walk:
     named: dict[int, Ref] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
     jumps: int = 0
+    moved: bool = False
 
-    def find(self, last: int | None) -> None:
+    def find(self, last: int | None, keys: Sequence[str]) -> None:
         """The versions, newest first, and below the lowest wanted one those down to where every format is whole."""
         try:
             newest = self.history.newest()
         except Corrupt as error:
-            self.findings.fault(error, BRING_BACK)
+            right = moved_back(self.history, keys, None) if error.where.startswith("pointer") else None
+            self.findings.fault(error, BRING_BACK if right is None else _write_pointer(right))
             self.findings.complete = False
             return
+        self._pointer(keys, newest)
         if newest is None:
             return
         self.lowest = 0 if last is None else max(0, newest.number - last + 1)
@@ -123,32 +127,37 @@ class _Walk:
             if number <= self.lowest:
                 wanted -= {name for name, stream in version.manifest.streams.items() if stream.anchor}
         floor = min(self.versions)
-        pruned = [number for number in missing if number < floor]
-        if pruned and any(self._cut_off(format) for format in newest.manifest.streams):
-            pruned.pop(0)
+        below = [number for number in missing if number < floor]
         for number in missing:
-            if number not in pruned:
-                where = f"manifest {manifest_key(self.history.run, self.named[number])}"
-                self.findings.note(Fault(where, "it is not there, though versions that need it are", BRING_BACK))
-                self.findings.complete = False
+            if number not in below:
+                self._lost(number, "it is not there, though versions that need it are", BRING_BACK)
+        if below and self._there(floor) and any(self._cut_off(format) for format in newest.manifest.streams):
+            what = "it is not there, so nothing leads to what follows it: it was lost, or a pruning is at work or was cut off"
+            self._lost(below[0], what, f"farflung weights gc ends a pruning that was cut off; else {BRING_BACK}")
+
+    def _lost(self, number: int, what: str, mend: str) -> None:
+        self.findings.note(Fault(f"manifest {manifest_key(self.history.run, self.named[number])}", what, mend))
+        self.findings.complete = False
 
     def _cut_off(self, format: str) -> bool:
         """Whether its oldest version is not whole: a pruning leaves one that is, so what was below it is lost."""
         oldest = min(n for n, version in self.versions.items() if format in version.manifest.streams)
         return not self.versions[oldest].manifest.streams[format].anchor
 
-    def pointer(self, keys: Sequence[str]) -> None:
-        """Whether it went back, as far as these keys can tell."""
-        if not self.findings.complete or (beyond := self.history.beyond(keys)) is None:
+    def _pointer(self, keys: Sequence[str], newest: Version | None) -> None:
+        """Whether it was moved, as far as these keys can tell."""
+        right = moved_back(self.history, keys, None if newest is None else newest.ref)
+        if right is None:
             return
-        newest = self.history.newest()
+        number = -1 if newest is None else newest.number
         what = (
-            f"it names {'nothing' if newest is None else f'version {newest.number}'}, but version {beyond.number} is there "
-            f"as well, in manifest {manifest_key(self.history.run, beyond.ref)}: it was moved back"
+            f"it names {'nothing' if newest is None else f'version {number}'}, but {'another ' * (right.number == number)}"
+            f"version {right.number} is there as well, manifest {manifest_key(self.history.run, right.ref)}, and the pointer "
+            "has stood above where it stands: it was moved back, or copied before the rest"
         )
-        mend = f"write {encode_pointer(beyond.ref).decode()} to it, and verify again"
-        self.findings.note(Fault(f"pointer {pointer_key(self.history.run)}", what, mend))
+        self.findings.note(Fault(f"pointer {pointer_key(self.history.run)}", what, _write_pointer(right)))
         self.findings.complete = False
+        self.moved = True
 
     def formats(self) -> None:
         names = list(dict.fromkeys(name for version in self.versions.values() for name in version.manifest.streams))
@@ -211,7 +220,8 @@ class _Walk:
         image = self._follow(image, version, format, stream, schema)
         if stream.anchor:
             image = self._anchor(image, version, format, stream, schema)
-        for ref in version.manifest.ancestors[1:]:
+        # Below a pointer that was moved they may be those of other versions of the same numbers.
+        for ref in () if self.moved else version.manifest.ancestors[1:]:
             self._jump(image, version, ref.version, format, stream, schema)
         return image
 
@@ -344,6 +354,10 @@ def _leads_back(image: Image, jump: Jump, changes: Sequence[Change]) -> bool:
         delta.apply(bits, delta.invert(change.content, kind), kind)
         hashes[change.piece] = digest(bits)
     return image.schema.root(hashes) == jump.before
+
+
+def _write_pointer(version: Version) -> str:
+    return f"write {encode_pointer(version.ref).decode()} to it, and verify again"
 
 
 def _make_again(key: str) -> str:

@@ -121,3 +121,22 @@ def test_a_store_in_a_bucket_is_looked_after_too(
         code, _, said = weights("ls", "s3://no-such-bucket/x")
         assert code == 2
         assert "no such bucket" in said
+
+
+def test_a_run_whose_pointer_is_gone_is_found_by_its_manifests(weights: Run, store: FolderStore, token: Path) -> None:
+    latest = store.root / RUN / "latest"
+    right = latest.read_bytes()
+    latest.unlink()
+    for given in ((), ("--run-id", RUN)):
+        code, shown, _ = weights("verify", store.root, "--key-file", token, *given)
+        assert code == 1
+        assert f"fault   pointer {RUN}/latest: it names nothing, but version 6 is there as well" in shown
+        assert f"→ write {right.decode()} to it, and verify again" in shown
+    code, _, said = weights("verify", store.root)
+    assert code == 2
+    assert "the run is signed" in said
+    for action in (["gc", "--keep", 1], ["ls"], ["compact"]):
+        code, _, said = weights(action[0], store.root, "--key-file", token, *action[1:])
+        assert code == 2
+        assert "it is not there, but versions are\n" in said
+        assert "farflung weights verify" in said

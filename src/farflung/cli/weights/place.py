@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from farflung.run.workspace import Workspace
     from farflung.weights import Store
     from farflung.weights.history import History
+    from farflung.weights.manifest import Ref
 
 STORE_HELP = "a store's folder or URL, or the folder of a run"
 NO_KEY = "the run is signed, and there is no key to check it with"
@@ -111,11 +112,17 @@ def read_token(args: argparse.Namespace, address: Address) -> str:
 def open_place(args: argparse.Namespace, action: str, *, signs: bool = False) -> Place:
     """The run that is meant, and its key. ``signs``: the action writes what is signed.
 
-    Raises BadInput for no store, no run or several, and no key for a run that is signed.
+    Raises BadInput for no store, no run or several, no key for a run that is signed, and but for ``verify`` a run whose pointer
+    is gone.
     """
+    from farflung.weights.manifest import pointer_key
+
     address = find_store(args, action)
     store = address.open(args)
     run = _choose(store, address, args.run_id)
+    if action != "verify" and store.read_pointer(pointer_key(run)) is None:
+        mend = "farflung weights verify, with the same arguments, says what to write to it"
+        raise BadInput("it is not there, but versions are", where=f"pointer {pointer_key(run)}", mend=mend)
     key, signed = _find_key(args, address), _is_signed(store, run)
     if signed and key is None and (signs or not args.no_key):
         mend = "give --key-file FILE, the run's token file, or FARFLUNG_TOKEN"
@@ -144,10 +151,14 @@ def _choose(store: Store, address: Address, wanted: str | None) -> str:
         wanted = address.space.run_id
     if wanted is not None and store.read_pointer(pointer_key(check_name(wanted, "run"))) is not None:
         return wanted
+    if wanted is not None and not address.mirror and _manifests(store, wanted):
+        return wanted  # its pointer is gone, which its reader will say
     if address.mirror:
         what = "a mirror cannot say which runs there are" if wanted is None else f"no run {wanted!r} has published here"
         raise BadInput(what, where=address.url, mend="--run-id ID names the run")
-    runs = [name for name in store.folders() if store.read_pointer(pointer_key(name)) is not None]
+    folders = store.folders()
+    runs = [name for name in folders if store.read_pointer(pointer_key(name)) is not None]
+    runs = runs or [name for name in folders if _manifests(store, name)]
     if wanted is not None:
         raise BadInput(f"no run {wanted!r} has published here", where=address.url, mend=_list(runs, wanted))
     if not runs:
@@ -156,6 +167,14 @@ def _choose(store: Store, address: Address, wanted: str | None) -> str:
         mend = f"--run-id says which: {', '.join(runs)}"
         raise BadInput(f"the store holds {len(runs)} runs", where=address.url, mend=mend)
     return runs[0]
+
+
+def _manifests(store: Store, run: str) -> list[Ref]:
+    """Of all versions that are there, published or not, in rising order."""
+    from farflung.weights.manifest import manifest_ref
+
+    refs = [ref for key in store.list(run) if (ref := manifest_ref(run, key)) is not None]
+    return sorted(refs, key=lambda ref: ref.version)
 
 
 def _list(runs: Sequence[str], wanted: str) -> str:
@@ -178,13 +197,14 @@ def _find_key(args: argparse.Namespace, address: Address) -> bytes | None:
 
 
 def _is_signed(store: Store, run: str) -> bool:
-    """Whether the newest version is signed; false where it cannot be read, which its reader will say."""
+    """Whether the newest version is signed, or without a pointer the last one that is there; false where it cannot be read,
+    which its reader will say."""
     from farflung.weights import Missing
     from farflung.weights.manifest import MAX_MANIFEST, decode_pointer, is_signed, manifest_key, pointer_key
 
     try:
         raw = store.read_pointer(pointer_key(run))
-        ref = decode_pointer(raw or b"", f"pointer {pointer_key(run)}")
-        return is_signed(store.get(manifest_key(run, ref), MAX_MANIFEST))
+        refs = _manifests(store, run)[-1:] if raw is None else [decode_pointer(raw, f"pointer {pointer_key(run)}")]
+        return any(is_signed(store.get(manifest_key(run, ref), MAX_MANIFEST)) for ref in refs)
     except (Missing, Corrupt):
         return False
