@@ -109,14 +109,24 @@ def test_a_pruned_run_is_sound(store: FolderStore) -> None:
     assert (verdict.versions, verdict.faults, verdict.orphans) == (3, (), ())
 
 
-@pytest.mark.parametrize("number", [1, 3, 4])
-def test_a_manifest_that_is_lost_or_damaged_is_named(store: FolderStore, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "lost"),
+    [
+        (1, "it is not there, though versions that need it are"),
+        (3, "it is not there, though versions that need it are"),
+        (
+            4,
+            "it is not there, so nothing leads to what follows it: it was lost, or",
+        ),  # nor does anything name an older one
+    ],
+)
+def test_a_manifest_that_is_lost_or_damaged_is_named(store: FolderStore, number: int, lost: str) -> None:
     key = manifest_key(RUN, history_of(store).find(number).ref)
     spoil(store.root / key)
     assert any(fault.where == f"manifest {key}" and "hash" in fault.what for fault in faults(store))
     assert verify(history_of(store)).orphans is None
     (store.root / key).unlink()
-    assert any(fault.where == f"manifest {key}" and "it is not there" in fault.what for fault in faults(store))
+    assert any(fault.where == f"manifest {key}" and lost in fault.what for fault in faults(store))
 
 
 def test_a_pruning_that_was_cut_off_is_named_as_one_and_ended_by_the_next(store: FolderStore) -> None:
@@ -146,7 +156,8 @@ def test_a_pointer_of_garbage_is_one_fault(store: FolderStore, garbage: bytes) -
     (store.root / pointer_key(RUN)).write_bytes(garbage)
     (fault,) = faults(store)
     assert fault.where == f"pointer {pointer_key(RUN)}"
-    assert fault.mend
+    newest = max((store.root / RUN / "manifests").iterdir()).name.rpartition("-")[2]
+    assert fault.mend == f"write {encode_pointer(Ref(6, newest)).decode()} to it, and verify again"
 
 
 def test_another_key_and_no_signature_are_faults(store: FolderStore, tmp_path: Path) -> None:

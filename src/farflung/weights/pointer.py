@@ -25,7 +25,7 @@ def moved_back(history: History, keys: Iterable[str], pointer: Ref | None) -> Ve
     named = {ref for version in versions for ref in _before(version)}
     led = _led_to(versions, _jumps(history, keys, least))
     published = named | {refs[0] for refs in led.values() if len(refs) == 1}
-    if not any(number > least for number in led) and not any(_is_later(ref, pointer) for ref in published):
+    if not any(number > least for number in led) and not any(_beyond(ref, pointer) for ref in published):
         return None
     others = [version for version in versions if version.ref != pointer]
     for number in sorted({version.number for version in others}, reverse=True):
@@ -37,7 +37,8 @@ def moved_back(history: History, keys: Iterable[str], pointer: Ref | None) -> Ve
     return max(others, key=lambda version: version.number)
 
 
-def _is_later(ref: Ref, pointer: Ref | None) -> bool:
+def _beyond(ref: Ref, pointer: Ref | None) -> bool:
+    """Whether a pointer that has stood at ``ref`` cannot rightly stand at ``pointer``."""
     return pointer is None or ref.version > pointer.version or (ref.version == pointer.version and ref != pointer)
 
 
@@ -77,10 +78,7 @@ def _led_to(versions: Sequence[Version], jumps: Mapping[int, Sequence[Jump]]) ->
     """By number, the versions to which all its jumps lead; no entry where there is none."""
     led: dict[int, list[Ref]] = defaultdict(list)
     for version in versions:
-        streams = version.manifest.streams
-        roots = [
-            (streams[jump.format].root if jump.format in streams else None) for jump in jumps.get(version.number, ())
-        ]
-        if roots and roots == [jump.root for jump in jumps[version.number]]:
+        streams, leading = version.manifest.streams, jumps.get(version.number, ())
+        if leading and all(j.format in streams and streams[j.format].root == j.root for j in leading):
             led[version.number].append(version.ref)
     return led

@@ -139,7 +139,7 @@ def prune(
     history.forget()
     newest = history.newest()
     if (right := moved_back(history, names, None if newest is None else newest.ref)) is not None:
-        what = f"it does not name version {right.number}, to which it had moved: nothing is removed"
+        what = f"it was moved: version {right.number} is there, which it does not lead to; nothing is removed"
         raise Corrupt(
             what, where=f"pointer {pointer_key(run)}", mend="farflung weights verify says what to write to it"
         )

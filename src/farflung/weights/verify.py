@@ -94,8 +94,11 @@ class _Walk:
         try:
             newest = self.history.newest()
         except Corrupt as error:
-            right = moved_back(self.history, keys, None) if error.where.startswith("pointer") else None
-            self.findings.fault(error, BRING_BACK if right is None else _write_pointer(right))
+            if error.where.startswith("pointer"):
+                right = moved_back(self.history, keys, None)
+                self.findings.fault(error, "bring it back from a copy" if right is None else _write_pointer(right))
+            else:
+                self.findings.fault(error, BRING_BACK)
             self.findings.complete = False
             return
         self._pointer(keys, newest)
@@ -152,8 +155,8 @@ class _Walk:
         number = -1 if newest is None else newest.number
         what = (
             f"it names {'nothing' if newest is None else f'version {number}'}, but {'another ' * (right.number == number)}"
-            f"version {right.number} is there as well, manifest {manifest_key(self.history.run, right.ref)}, and the pointer "
-            "has stood above where it stands: it was moved back, or copied before the rest"
+            f"version {right.number} is there as well, manifest {manifest_key(self.history.run, right.ref)}, and what is "
+            "there shows that the pointer stood elsewhere: it was moved back, or copied before the rest"
         )
         self.findings.note(Fault(f"pointer {pointer_key(self.history.run)}", what, _write_pointer(right)))
         self.findings.complete = False

@@ -120,10 +120,11 @@ def open_place(args: argparse.Namespace, action: str, *, signs: bool = False) ->
     address = find_store(args, action)
     store = address.open(args)
     run = _choose(store, address, args.run_id)
-    if action != "verify" and store.read_pointer(pointer_key(run)) is None:
+    pointer = store.read_pointer(pointer_key(run))
+    if pointer is None and action != "verify":
         mend = "farflung weights verify, with the same arguments, says what to write to it"
         raise BadInput("it is not there, but versions are", where=f"pointer {pointer_key(run)}", mend=mend)
-    key, signed = _find_key(args, address), _is_signed(store, run)
+    key, signed = _find_key(args, address), _is_signed(store, run, pointer)
     if signed and key is None and (signs or not args.no_key):
         mend = "give --key-file FILE, the run's token file, or FARFLUNG_TOKEN"
         raise BadInput(NO_KEY, where=f"run {run}", mend=mend if signs else f"{mend}; or --no-key, to go on unchecked")
@@ -196,15 +197,15 @@ def _find_key(args: argparse.Namespace, address: Address) -> bytes | None:
     return derive_key(wire.read_token()) if os.environ.get(wire.TOKEN_VARIABLE, "").strip() else None
 
 
-def _is_signed(store: Store, run: str) -> bool:
-    """Whether the newest version is signed, or without a pointer the last one that is there; false where it cannot be read,
-    which its reader will say."""
+def _is_signed(store: Store, run: str, pointer: bytes | None) -> bool:
+    """Whether the version that the pointer names is signed, or without a pointer the last one that is there; false where it
+    cannot be read, which its reader will say."""
     from farflung.weights import Missing
     from farflung.weights.manifest import MAX_MANIFEST, decode_pointer, is_signed, manifest_key, pointer_key
 
     try:
-        raw = store.read_pointer(pointer_key(run))
-        refs = _manifests(store, run)[-1:] if raw is None else [decode_pointer(raw, f"pointer {pointer_key(run)}")]
+        where = f"pointer {pointer_key(run)}"
+        refs = _manifests(store, run)[-1:] if pointer is None else [decode_pointer(pointer, where)]
         return any(is_signed(store.get(manifest_key(run, ref), MAX_MANIFEST)) for ref in refs)
     except (Missing, Corrupt):
         return False
