@@ -13,9 +13,10 @@ its full size from the start.
 their median. ``swap_ms``: the longest swap itself. ``idle_ms``: the most that the engine's thread did not compute in such a gap.
 
 What the machine does by itself stands beside them: ``over_limit`` is the share of steps that take 10 ms more than those around
-them, of those that hold a swap, of all undisturbed ones, and of ``bare`` ones: the same matrices multiplied by a batch, over and
-over, before there is an engine. ``longest_undisturbed_ms`` and ``longest_bare_ms`` are the longest of all those. The last line is
-JSON, by format.
+them, of those that hold a ``swap``, of all ``undisturbed`` ones, of those ``after_work``, and of ``bare`` ones. After each load
+another process, which holds nothing of the engine's, adds numbers for as long as a load takes; the first whole step after that
+is one after work, as a step that holds a swap is the first one after a load's work. Bare: the same matrices multiplied by a
+batch, over and over, before there is an engine. ``longest_ms`` are the longest of all those. The last line is JSON, by format.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import argparse
 import asyncio
 import gc
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -48,6 +50,15 @@ from farflung.weights import FolderStore, Publisher, Subscriber
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 LIMIT_SECONDS = 0.010
+
+WORK = """
+import sys, time
+for line in sys.stdin:
+    end = time.perf_counter() + float(line)
+    while time.perf_counter() < end:
+        sum(range(1000))
+    print(flush=True)
+"""
 
 
 class Watched(EmbeddedEngine):
@@ -99,6 +110,27 @@ def move(weights: dict[str, torch.Tensor], share: float, rng: np.random.Generato
             tensor.view(torch.int16).view(-1)[some] += 1
 
 
+class Elsewhere:
+    """Another process that works when it is told to."""
+
+    async def start(self) -> None:
+        pipe = asyncio.subprocess.PIPE
+        self._process = await asyncio.create_subprocess_exec(sys.executable, "-c", WORK, stdin=pipe, stdout=pipe)
+
+    async def work(self, seconds: float) -> tuple[float, float]:
+        """From when to when it did."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        began = time.perf_counter()
+        self._process.stdin.write(f"{seconds}\n".encode())
+        await self._process.stdout.readline()
+        return began, time.perf_counter()
+
+    async def close(self) -> None:
+        self._process.kill()
+        await self._process.wait()
+
+
 async def measure(args: argparse.Namespace, format: str, folder: Path) -> dict[str, Any]:
     weights, rng = read_folder(folder), np.random.default_rng(0)
     alone = bare(weights, args.batch, args.bare)
@@ -122,7 +154,10 @@ async def measure(args: argparse.Namespace, format: str, folder: Path) -> dict[s
         ]
         while len(engine.steps) < 20:
             await asyncio.sleep(0.1)
+        elsewhere = Elsewhere()
+        await elsewhere.start()
         loads: list[tuple[float, float]] = []
+        works: list[tuple[float, float]] = []
         busy: list[tuple[float, float]] = []
         for version in range(1, args.loads + 2):
             whole = version > args.loads
@@ -137,18 +172,27 @@ async def measure(args: argparse.Namespace, format: str, folder: Path) -> dict[s
             await engine.load(version, update.tensors, None if whole else update.changed)
             loads.append((began, time.perf_counter()))
             await asyncio.sleep(1.0)
+            works.append(await elsewhere.work(loads[-1][1] - began))
+            await asyncio.sleep(1.0)
         for turn in turns:
             turn.cancel()
         await asyncio.gather(*turns, return_exceptions=True)
         await engine.close()
+        await elsewhere.close()
     elements = sum(map(len, (update.changed or {}).values()))
-    return report(format, engine, np.array(loads), np.array(busy), alone, elements)
+    return report(format, engine, np.array(loads), np.array(works), np.array(busy), alone, elements)
 
 
 def report(
-    format: str, engine: Watched, loads: FloatArray, busy: FloatArray, alone: FloatArray, elements: int
+    format: str,
+    engine: Watched,
+    loads: FloatArray,
+    works: FloatArray,
+    busy: FloatArray,
+    alone: FloatArray,
+    elements: int,
 ) -> dict[str, Any]:
-    """loads [n, 2], the last one whole, and busy [m, 2]: from when to when; alone: what ``bare`` gave."""
+    """loads [n, 2], the last one whole, works [n, 2] and busy [m, 2]: from when to when; alone: what ``bare`` gave."""
     ends, computed = np.array(engine.steps).T
     gaps, idle, begins, ends = np.diff(ends), np.diff(ends) - np.diff(computed), ends[:-1], ends[1:]
 
@@ -156,11 +200,14 @@ def report(
         return ((ends[:, None] > spans[:, 0]) & (begins[:, None] < spans[:, 1])).any(1)
 
     swaps = np.array(engine.swaps)
-    still, held = ~beside(np.concatenate([loads, busy])), beside(swaps)
+    held, after = beside(swaps), np.zeros(len(gaps), bool)
+    after[np.searchsorted(begins, works[:, 1])] = True
+    still = ~(beside(np.concatenate([loads, works, busy])) | after)
     over = over_around(gaps, still, ends)
     spans = {
         "swap": over[held],
         "undisturbed": over[still],
+        "after_work": over[after],
         "bare": over_around(alone, np.ones(len(alone), bool), np.cumsum(alone)),
     }
     shares = {name: float(np.mean(times > LIMIT_SECONDS)) for name, times in spans.items()}
@@ -171,8 +218,7 @@ def report(
         "median_over_step_ms": 1e3 * float(np.median(spans["swap"])),
         "swap_ms": 1e3 * float(np.diff(swaps).max()),
         "idle_ms": 1e3 * float(idle[held].max()),
-        "longest_undisturbed_ms": 1e3 * float(spans["undisturbed"].max()),
-        "longest_bare_ms": 1e3 * float(spans["bare"].max()),
+        "longest_ms": {name: 1e3 * float(times.max()) for name, times in spans.items()},
         "whole_vs_partial": float(seconds[-1]) / partial,
     }
     print(

@@ -1,4 +1,4 @@
-"""One S3 server for all tests of a test process that want one."""
+"""One server of each cloud for all tests of a test process that want one."""
 
 from __future__ import annotations
 
@@ -6,17 +6,42 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.weights.servers import s3_server, use_s3
+from tests.weights.clouds import SERVERS
+from tests.weights.servers import use
 
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
-    with s3_server() as endpoint:
+    with SERVERS["s3"]() as endpoint:
         yield endpoint
 
 
+@pytest.fixture(scope="session")
+def gs_endpoint() -> Iterator[str]:
+    with SERVERS["gs"]() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="session")
+def az_endpoint() -> Iterator[str]:
+    with SERVERS["az"]() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(params=SERVERS)
+def scheme(request: pytest.FixtureRequest) -> str:
+    """Of a cloud's URLs."""
+    return str(request.param)
+
+
 @pytest.fixture
-def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The endpoint, with the environment that leads an object store to it."""
-    use_s3(monkeypatch, s3_endpoint)
-    return s3_endpoint
+def endpoint(request: pytest.FixtureRequest, scheme: str) -> str:
+    """Where the cloud's server is."""
+    return str(request.getfixturevalue(f"{scheme}_endpoint"))
+
+
+@pytest.fixture
+def cloud(scheme: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The scheme, with the environment that leads an object store to its server."""
+    use(monkeypatch, scheme, endpoint)
+    return scheme

@@ -53,13 +53,33 @@ def s3_server() -> Iterator[str]:
         process.wait(SECONDS)
 
 
-def use_s3(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+SECRET = "YS1zZWNyZXQtZm9yLXRlc3Rz"
+"""Base64, as Azure wants it."""
+ACCOUNT = "account"
+
+ENVIRONMENT = {
+    "s3": {
+        "AWS_ENDPOINT": "{endpoint}",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "an-id",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+    },
+    "gs": {"GOOGLE_BASE_URL": "{endpoint}", "GOOGLE_ALLOW_HTTP": "true", "GOOGLE_BEARER_TOKEN": SECRET},
+    "az": {
+        "AZURE_STORAGE_ENDPOINT": "{endpoint}/" + ACCOUNT,
+        "AZURE_ALLOW_HTTP": "true",
+        "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
+        "AZURE_STORAGE_ACCOUNT_KEY": SECRET,
+    },
+}
+"""By scheme."""
+
+
+def use(monkeypatch: pytest.MonkeyPatch, scheme: str, endpoint: str) -> None:
     """The environment that leads an object store to an endpoint."""
-    monkeypatch.setenv("AWS_ENDPOINT", endpoint)
-    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "an-id")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-for-tests")
+    for name, value in ENVIRONMENT[scheme].items():
+        monkeypatch.setenv(name, value.format(endpoint=endpoint))
 
 
 class Loop:
@@ -105,7 +125,7 @@ class Front:
         self.url = ""
 
     async def start(self) -> None:
-        self._http = ClientSession(auto_decompress=False)
+        self._http = ClientSession(auto_decompress=False, skip_auto_headers=("Content-Type", "Accept-Encoding"))
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)

@@ -20,7 +20,7 @@ from farflung.weights import Conflict, FolderStore, Missing, Store, open_store
 from farflung.weights.objects import ObjectStore
 from farflung.weights.store import MAX_POINTER
 from tests.weights.parts import MemoryStore
-from tests.weights.servers import BUCKET, loop
+from tests.weights.servers import BUCKET, ENVIRONMENT, loop, use
 
 TOKEN = "a-token-for-tests"
 
@@ -54,22 +54,23 @@ def made(kind: str, request: pytest.FixtureRequest, path: Path) -> Iterator[Stor
         yield MemoryStore()
     elif kind == "memory":
         yield open_store(f"memory://{path.name}")
-    elif kind == "s3":
-        request.getfixturevalue("s3")
-        yield open_store(f"s3://{BUCKET}/{secrets.token_hex(8)}/prefix")
+    elif kind in ENVIRONMENT:
+        with pytest.MonkeyPatch.context() as environment:
+            use(environment, kind, request.getfixturevalue(f"{kind}_endpoint"))
+            yield open_store(f"{kind}://{BUCKET}/{secrets.token_hex(8)}/prefix")
     else:
         with mirrored(FolderStore(path / "store"), path / "cache") as store:
             yield store
 
 
-@pytest.fixture(params=["folder", "memory", "s3", "mirror"])
+@pytest.fixture(params=["folder", "memory", *ENVIRONMENT, "mirror"])
 def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     """A store with a clock, for several threads: all but the dictionary of the tests."""
     with made(request.param, request, tmp_path) as store:
         yield store
 
 
-@pytest.fixture(params=["folder", "dictionary", "memory", "s3", "mirror"])
+@pytest.fixture(params=["folder", "dictionary", "memory", *ENVIRONMENT, "mirror"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     with made(request.param, request, tmp_path) as store:
         yield store
@@ -118,8 +119,8 @@ def test_keys_are_listed_by_folder(store: Store) -> None:
     assert store.list("nothing") == []
 
 
-def test_what_others_left_under_a_name_that_is_no_key_is_passed_over(s3: str, tmp_path: Path) -> None:
-    folder, bucket = FolderStore(tmp_path), open_store(f"s3://{BUCKET}/{secrets.token_hex(8)}")
+def test_what_others_left_under_a_name_that_is_no_key_is_passed_over(cloud: str, tmp_path: Path) -> None:
+    folder, bucket = FolderStore(tmp_path), open_store(f"{cloud}://{BUCKET}/{secrets.token_hex(8)}")
     assert isinstance(bucket, ObjectStore)
     for store in (folder, bucket):
         store.put("run/objects/a", b"1")
@@ -267,12 +268,15 @@ while done < 20:
 """
 
 
-@pytest.mark.parametrize("kind", ["folder", "s3"])
-def test_no_swap_is_lost_between_processes(tmp_path: Path, request: pytest.FixtureRequest, kind: str) -> None:
-    url = str(tmp_path)
-    if kind == "s3":
-        request.getfixturevalue("s3")
-        url = f"s3://{BUCKET}/{secrets.token_hex(8)}"
+def count_up_twice(url: str) -> None:
     processes = [subprocess.Popen([sys.executable, "-c", COUNT_UP, url]) for _ in range(2)]
     assert [process.wait(60) for process in processes] == [0, 0]
     assert open_store(url).read_pointer("run/n") == b"40"
+
+
+def test_no_swap_is_lost_between_processes(tmp_path: Path) -> None:
+    count_up_twice(str(tmp_path))
+
+
+def test_no_swap_in_a_cloud_is_lost_between_processes(cloud: str) -> None:
+    count_up_twice(f"{cloud}://{BUCKET}/{secrets.token_hex(8)}")

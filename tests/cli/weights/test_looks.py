@@ -13,8 +13,9 @@ from farflung.weights import FolderStore, Subscriber, open_store
 from farflung.weights.history import History
 from farflung.weights.manifest import Seal, object_key
 from tests.cli.weights.kit import Run, write
+from tests.weights.clouds import SERVERS
 from tests.weights.published import KEY, RUN, publish, spoil
-from tests.weights.servers import BUCKET, s3_server, use_s3
+from tests.weights.servers import BUCKET, use
 
 
 def test_ls_shows_what_versions_cost_and_who_holds_them(weights: Run, store: FolderStore, token: Path) -> None:
@@ -104,12 +105,13 @@ def test_ls_shows_what_lies_above_a_damaged_manifest(weights: Run, store: Folder
     assert said.endswith("versions before it are not shown\n")
 
 
+@pytest.mark.parametrize("scheme", SERVERS)
 def test_a_store_in_a_bucket_is_looked_after_too(
-    weights: Run, token: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    weights: Run, token: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scheme: str
 ) -> None:
-    with s3_server() as endpoint:
-        use_s3(monkeypatch, endpoint)
-        url = f"s3://{BUCKET}/cli"
+    with SERVERS[scheme]() as endpoint:
+        use(monkeypatch, scheme, endpoint)
+        url = f"{scheme}://{BUCKET}/cli"
         publish(open_store(url), 4)
         code, shown, _ = weights("ls", url, "--key-file", token)
         assert code == 0
@@ -118,7 +120,21 @@ def test_a_store_in_a_bucket_is_looked_after_too(
         assert code == 0
         assert "0 faults, 0 orphans" in shown
         assert weights("materialize", url, 1, "--key-file", token, "--out", tmp_path / "out")[0] == 0
-        code, _, said = weights("ls", "s3://no-such-bucket/x")
+        bucket, orphan = open_store(url), f"{RUN}/objects/{'0' * 64}"
+        jumps = bucket.list(f"{RUN}/jumps")
+        for lost in jumps:
+            bucket.delete(lost)
+        assert weights("compact", url, "--key-file", token)[0] == 0
+        assert bucket.list(f"{RUN}/jumps") == jumps != []
+        bucket.put(orphan, b"of no version")
+        bucket.put(f"{RUN}/objects/{'1' * 64}", b"of no version")
+        time.sleep(2.1)  # clouds tell times in whole seconds
+        code, shown, _ = weights("gc", url, "--key-file", token, "--keep", 1, "--orphan-hours", 0)
+        assert code == 0
+        assert "0 versions, 0 jumps, 2 objects" in shown
+        assert not bucket.exists(orphan)
+        assert weights("verify", url, "--key-file", token)[0] == 0
+        code, _, said = weights("ls", f"{scheme}://no-such-bucket/x")
         assert code == 2
         assert "no such bucket" in said
 
