@@ -37,3 +37,18 @@ def test_every_key_has_a_meaning(section: str) -> None:
 def test_comments_stay_within_the_line() -> None:
     text = recipe_toml(Recipe(), explain=True)
     assert max(map(len, text.splitlines())) <= 110
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        ("weights.formats", "list, each one of `bf16`, `fp8`, `mxfp4`, `nvfp4`"),
+        ("weights.exclude", "list, each text"),
+        ("train.betas", "list of two numbers"),
+        ("train.gspo", "list of two numbers, or none"),
+        ("weights.keep", "whole number >= 1, or none"),
+        ("weights.small", "true or false"),
+    ],
+)
+def test_a_key_says_what_it_takes(key: str, kind: str) -> None:
+    assert f"| `{key}` | {kind} |" in recipe_table()

@@ -88,14 +88,18 @@ def _kind(field: FieldInfo) -> str:
     if hasattr(annotation, "__metadata__"):  # Annotated[int, Field(...)] inside a union keeps its bounds to itself
         bounds += [m for info in annotation.__metadata__ for m in getattr(info, "metadata", [])]
         annotation = annotation.__origin__
-    if get_origin(annotation) is Literal:
-        words = "one of " + ", ".join(f"`{word}`" for word in get_args(annotation))
-    elif get_origin(annotation) is tuple:
-        words = "list of two numbers"
-    else:
-        words = {int: "whole number", float: "number", str: "text", bool: "true or false"}[annotation]
+    words = _words(annotation)
     for bound in bounds:
         for sign, attribute in ((">=", "ge"), (">", "gt"), ("<=", "le"), ("<", "lt")):
             if hasattr(bound, attribute):
                 words += f" {sign} {getattr(bound, attribute)}"
     return words + (", or none" if optional else "")
+
+
+def _words(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(f"`{word}`" for word in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        first, second = get_args(annotation)
+        return f"list, each {_words(first)}" if second is ... else "list of two numbers"
+    return {int: "whole number", float: "number", str: "text", bool: "true or false"}[annotation]
