@@ -1,11 +1,20 @@
-"""What the weight codec's speed is made of: reading both images, hashing, coding; zstd, finding places, writing to them.
+"""What stops the weight codec: the least that memory, hashing and zstd take, beside what XOR + zstd-1 takes, in one run.
 
     python benchmarks/delta_limits.py [--shares 0.06 0.03 0.01 0.001] [--params 126e6] [--threads 1] [--rounds 15]
 
-BF16 images of 12.6M elements each (random bits), of which a share moves by a few units in the last place. "compare": the loop
-that finds changes, alone; "and hash": with xxh3-128 of each block while it is in the cache, as a publisher does; both in GB/s of
-one image. "zstd": undoing the planes; "apply": from planes to weights changed in place, image after image, and "in cache", always
-in the first one (25 MB): in ns per change, on one thread. Medians of rounds: processor time at one thread, wall time at more. The last line is JSON.
+BF16 images of 12.6M elements each (random bits), of which a share moves by a few units in the last place. All are done in turns,
+over the same images, by the same threads:
+
+    compare    the loop that finds changes, alone; "and hash": with xxh3-128 of each block while it is in the cache
+    zstd       undoing the planes, alone
+    touch      adding known steps at known places, alone: what memory takes for changing these elements
+    apply      from the planes to changed weights; "in cache": always in the first image (25 MB)
+    copy       every image once
+    XOR        encoding (with the same hash) and decoding (in chunks of 2 MB), as in delta.py
+
+"encode": a third of XOR's time, over that of comparing and hashing; "decode": an eighth of XOR's time, over that of zstd and
+touching. Below 1, three (eight) times XOR's speed is out of reach here even if all else took no time. Medians of rounds:
+processor time at one thread, wall time at more; "in cache" is on one thread. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -20,75 +29,109 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
+from delta_sides import Xor
 
-from farflung.weights.changes import Changes, Room, find
+from farflung.weights import changes as sparse
+from farflung.weights.changes import Changes, Room
 from farflung.weights.elements import Bits
 from farflung.weights.planes import Bytes, Packed, Span, decompress, pack, unpack
 from farflung.weights.streams import BF16
 
 SIZE = 6144 * 2048
+ENCODE, DECODE = 3, 8
+"""How many times as fast as XOR + zstd-1 is asked for."""
 
 
-def median(work: Callable[[], object], rounds: int, clock: Callable[[], float]) -> float:
-    taken = []
-    for _ in range(rounds + 1):  # the first compiles, and finds its memory
-        began = clock()
-        work()
-        taken.append(clock() - began)
-    return statistics.median(taken[1:])
+@dataclass(frozen=True)
+class Sample:
+    """Two images, a third one to change, and the changes: as found, as planes, and as planes under zstd with their sizes."""
+
+    before: Bits
+    after: Bits
+    image: Bits
+    changes: Changes
+    packed: Packed
+    coded: list[tuple[Bytes, int]]
+
+    def look(self, room: Room, *, hashes: bool) -> None:
+        room.clear()
+        hasher = xxhash.xxh3_128()
+        update = (lambda part: hasher.update(part.view(np.uint8).data)) if hashes else None
+        sparse.find(self.before, self.after, BF16, room=room, look=update)
+
+    def undo(self) -> None:
+        for plane, size in self.coded:
+            decompress(plane, size, "benchmark")
 
 
-def look(before: Bits, after: Bits, room: Room, *, hashes: bool) -> Changes:
-    room.clear()
-    hasher = xxhash.xxh3_128()
-    update = (lambda part: hasher.update(part.view(np.uint8).data)) if hashes else None
-    return find(before, after, BF16, room=room, look=update)
-
-
-def measure(images: list[tuple[Bits, Bits]], threads: int, rounds: int) -> dict[str, float]:
-    clock = time.process_time if threads == 1 else time.perf_counter
-    rooms = [Room(images[0][0].nbytes) for _ in range(threads)]
-
-    def all_of(thread: int, hashes: bool) -> None:
-        for before, after in images[thread::threads]:
-            look(before, after, rooms[thread], hashes=hashes)
-
-    nbytes = sum(before.nbytes for before, _ in images)
-    result = {}
-    with ThreadPoolExecutor(threads) as pool:
-        for name, hashes in (("compare_GBps", False), ("compare_and_hash_GBps", True)):
-            seconds = median(lambda h=hashes: list(pool.map(all_of, range(threads), [h] * threads)), rounds, clock)
-            result[name] = nbytes / seconds / 1e9
-    coded = [coded_of(look(before, after, rooms[0], hashes=False)) for before, after in images]
-    count = sum(len(packed) for packed, _ in coded)
-
-    def undo() -> None:
-        for _, planes in coded:
-            for plane, size in planes:
-                decompress(plane, size, "benchmark")
-
-    def apply_all() -> None:
-        for (packed, _), (before, _) in zip(coded, images, strict=True):
-            packed.apply(before)
-
-    def apply_again() -> None:
-        for packed, _ in coded:
-            packed.apply(images[0][0])
-
-    parts = {"zstd_ns": undo, "apply_ns": apply_all, "apply_in_cache_ns": apply_again}
-    return result | {name: 1e9 * median(part, rounds, time.process_time) / count for name, part in parts.items()}
-
-
-def coded_of(changes: Changes) -> tuple[Packed, list[tuple[Bytes, int]]]:
-    """An image's changes as they are before they are applied, and its planes under zstd with their sizes undone."""
+def sample(share: float, rng: np.random.Generator) -> Sample:
+    before = rng.integers(0, 1 << 16, SIZE, dtype=np.uint16)
+    steps = (rng.geometric(0.6, SIZE) * rng.choice([-1, 1], SIZE)).astype(np.int16).view(np.uint16)
+    after = before + steps * (rng.random(SIZE, dtype=np.float32) < share)
+    changes = sparse.find(before, after, BF16)
     span = Span(SIZE, BF16, len(changes))
     planes, _ = pack([span], [changes])
     (packed,) = unpack(dict(planes), [span], "benchmark")
     sizes = {"control": len(packed.control)} | {f"low{i}": len(plane) for i, plane in enumerate(packed.low)}
-    return packed, [(planes[name], size) for name, size in sizes.items() if size]
+    return Sample(
+        before, after, before.copy(), changes, packed, [(planes[name], size) for name, size in sizes.items() if size]
+    )
+
+
+def measure(samples: list[Sample], threads: int, rounds: int) -> dict[str, float]:
+    clock = time.process_time if threads == 1 else time.perf_counter
+    rooms = [Room(samples[0].before.nbytes) for _ in range(threads)]
+    by_thread = [samples[thread::threads] for thread in range(threads)]
+    images = {str(i): one.image for i, one in enumerate(samples)}
+    peer = Xor(
+        {str(i): one.before for i, one in enumerate(samples)}, {str(i): one.after for i, one in enumerate(samples)}
+    )
+    masks = peer.encode(threads)
+
+    def over_all(work: Callable[[Sample, int], object]) -> Callable[[], object]:
+        """On its threads, which begin anew, as those of XOR do."""
+
+        def run(thread: int) -> None:
+            for one in by_thread[thread]:
+                work(one, thread)
+
+        def all_threads() -> None:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(run, range(threads)))
+
+        return all_threads
+
+    def in_cache() -> None:
+        for one in samples:
+            one.packed.apply(samples[0].image)
+
+    works: dict[str, Callable[[], object]] = {
+        "compare": over_all(lambda one, thread: one.look(rooms[thread], hashes=False)),
+        "compare and hash": over_all(lambda one, thread: one.look(rooms[thread], hashes=True)),
+        "XOR encode": lambda: peer.encode(threads),
+        "zstd": over_all(lambda one, _: one.undo()),
+        "touch": over_all(lambda one, _: sparse.apply(one.image, one.changes, BF16)),
+        "apply": over_all(lambda one, _: one.packed.apply(one.image)),
+        "copy": over_all(lambda one, _: np.copyto(one.image, one.before)),
+        "XOR decode": lambda: peer.decode(threads, masks, images),
+        "apply in cache": in_cache,
+    }
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(rounds + 1):  # the first one compiles, and finds its memory
+        for name, work in works.items():
+            began = clock()
+            work()
+            if turn:
+                taken[name].append(clock() - began)
+    seconds = {name: statistics.median(each) for name, each in taken.items()}
+    return {f"{name} ms": 1e3 * each for name, each in seconds.items()} | {
+        "encode": seconds["XOR encode"] / ENCODE / seconds["compare and hash"],
+        "decode": seconds["XOR decode"] / DECODE / (seconds["zstd"] + seconds["touch"]),
+    }
 
 
 def main() -> None:
@@ -101,16 +144,22 @@ def main() -> None:
     rng = np.random.default_rng(0)
     result = {}
     for share in args.shares:
-        images = []
-        for _ in range(max(args.threads, round(args.params / SIZE))):
-            before = rng.integers(0, 1 << 16, SIZE, dtype=np.uint16)
-            steps = (rng.geometric(0.6, SIZE) * rng.choice([-1, 1], SIZE)).astype(np.int16).view(np.uint16)
-            images.append((before, before + steps * (rng.random(SIZE, dtype=np.float32) < share)))
-        one = result[f"{100 * share:g} %"] = measure(images, args.threads, args.rounds)
+        samples = [sample(share, rng) for _ in range(max(args.threads, round(args.params / SIZE)))]
+        count, nbytes = sum(len(one.changes) for one in samples), sum(one.before.nbytes for one in samples)
+        one = result[f"{100 * share:g} %"] = measure(samples, args.threads, args.rounds)
+
+        def rate(name: str, one: dict[str, float] = one, nbytes: int = nbytes) -> str:
+            return f"{name} {nbytes / one[f'{name} ms'] / 1e6:.1f}"
+
+        def each(name: str, one: dict[str, float] = one, count: int = count) -> str:
+            return f"{name} {1e6 * one[f'{name} ms'] / count:.2f}"
+
         print(
-            f"{100 * share:g} %, {args.threads} threads: compare {one['compare_GBps']:.1f} GB/s, and hash "
-            f"{one['compare_and_hash_GBps']:.1f} GB/s; zstd {one['zstd_ns']:.2f} ns a change, apply {one['apply_ns']:.2f} ns "
-            f"({one['apply_in_cache_ns']:.2f} in cache)",
+            f"{100 * share:g} %, {args.threads} threads\n"
+            f"  GB/s of an image: {', '.join(map(rate, ('compare', 'compare and hash', 'XOR encode', 'copy', 'XOR decode')))}\n"
+            f"  ns a change: {', '.join(map(each, ('zstd', 'touch', 'apply', 'apply in cache')))}\n"
+            f"  a third of XOR's time is {one['encode']:.2f} of comparing and hashing; "
+            f"an eighth is {one['decode']:.2f} of zstd and touching",
             flush=True,
         )
     print(

@@ -1,6 +1,6 @@
 """Loading a version into an engine that serves: how long its turns stand still, and what it costs beside a whole load.
 
-    python benchmarks/swap.py [--model FOLDER] [--formats bf16 nvfp4] [--share 0.008] [--loads 24] [--batch 4] [--bare 60]
+    python benchmarks/swap.py [--model FOLDER] [--formats bf16 nvfp4] [--share 0.008] [--loads 48] [--batch 4] [--bare 60]
 
 The model is "random-135m", random weights in the shape of SmolLM2-135M, or a folder. While the embedded engine decodes a batch,
 versions that differ in ``--share`` of their BF16 elements go through a publisher and a subscriber over a folder, each in the
@@ -12,11 +12,17 @@ its full size from the start.
 ``pause_over_step_ms``: the longest gap that holds a swap, over an undisturbed step; 10 ms are allowed. ``median_over_step_ms``:
 their median. ``swap_ms``: the longest swap itself. ``idle_ms``: the most that the engine's thread did not compute in such a gap.
 
-What the machine does by itself stands beside them: ``over_limit`` is the share of steps that take 10 ms more than those around
-them, of those that hold a ``swap``, of all ``undisturbed`` ones, of those ``after_work``, and of ``bare`` ones. After each load
-another process, which holds nothing of the engine's, adds numbers for as long as a load takes; the first whole step after that
-is one after work, as a step that holds a swap is the first one after a load's work. Bare: the same matrices multiplied by a
-batch, over and over, before there is an engine. ``longest_ms`` are the longest of all those. The last line is JSON, by format.
+What makes such a step slow stands beside them: ``over_limit`` is the share of steps that take 10 ms more than those around them,
+and ``longest_ms`` the longest, of
+
+    swap         steps that hold a swap, which is the first thing after a load
+    after_load   the first step after a load whose swap waits: every second one does, for four steps
+    late_swap    the steps that hold those swaps
+    after_work   the first step after another process has added numbers for as long as a load takes; it holds nothing of the engine's
+    undisturbed  all others, with nothing published, fetched, loaded or worked on meanwhile
+    bare         the same matrices multiplied by a batch, over and over, before there is an engine
+
+The last line is JSON, by format.
 """
 
 from __future__ import annotations
@@ -50,6 +56,9 @@ from farflung.weights import FolderStore, Publisher, Subscriber
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 LIMIT_SECONDS = 0.010
+WAIT_STEPS = 4
+REST_SECONDS = 0.7
+"""Between two things that happen beside the decoding."""
 
 WORK = """
 import sys, time
@@ -62,11 +71,16 @@ for line in sys.stdin:
 
 
 class Watched(EmbeddedEngine):
-    """Notes when its steps end, what its thread has computed until then, and when it swaps."""
+    """Notes when its steps end and what its thread has computed until then, when loads are done, and when it swaps."""
 
     def __init__(self, *args: Any) -> None:
         self.steps: list[tuple[float, float]] = []
         self.swaps: list[tuple[float, float]] = []
+        self.late_swaps: list[tuple[float, float]] = []
+        self.loaded: list[float] = []
+        """When those loads were done whose swaps wait."""
+        self.wait = 0
+        """Steps that the next swap waits."""
         super().__init__(*args)
         self._batch.cache.reserve(self._options.capacity, 4096)
 
@@ -75,9 +89,22 @@ class Watched(EmbeddedEngine):
         self.steps.append((time.perf_counter(), time.thread_time()))
 
     def _swap(self, *args: Any) -> None:
+        if self.wait:
+            self.loaded.append(time.perf_counter())
+            self._swap_after(self.wait, *args)
+        else:
+            self._swap_now(self.swaps, *args)
+
+    def _swap_after(self, steps: int, *args: Any) -> None:
+        if steps:
+            self._post(lambda: self._swap_after(steps - 1, *args))
+        else:
+            self._swap_now(self.late_swaps, *args)
+
+    def _swap_now(self, noted: list[tuple[float, float]], *args: Any) -> None:
         began = time.perf_counter()
         super()._swap(*args)
-        self.swaps.append((began, time.perf_counter()))
+        noted.append((began, time.perf_counter()))
 
 
 def bare(weights: dict[str, torch.Tensor], batch: int, seconds: float) -> FloatArray:
@@ -157,6 +184,7 @@ async def measure(args: argparse.Namespace, format: str, folder: Path) -> dict[s
         elsewhere = Elsewhere()
         await elsewhere.start()
         loads: list[tuple[float, float]] = []
+        spent: list[float] = []
         works: list[tuple[float, float]] = []
         busy: list[tuple[float, float]] = []
         for version in range(1, args.loads + 2):
@@ -167,62 +195,68 @@ async def measure(args: argparse.Namespace, format: str, folder: Path) -> dict[s
                 publisher.publish(version, weights)
                 update = subscriber.fetch(version)
             busy.append((begun, time.perf_counter()))
-            await asyncio.sleep(1.0)
-            began = time.perf_counter()
+            await asyncio.sleep(REST_SECONDS)
+            engine.wait = 0 if version % 2 or whole else WAIT_STEPS
+            began, before = time.perf_counter(), engine.stats().load_seconds
             await engine.load(version, update.tensors, None if whole else update.changed)
             loads.append((began, time.perf_counter()))
-            await asyncio.sleep(1.0)
-            works.append(await elsewhere.work(loads[-1][1] - began))
-            await asyncio.sleep(1.0)
+            spent.append(engine.stats().load_seconds - before)
+            await asyncio.sleep(REST_SECONDS)
+            works.append(await elsewhere.work(spent[-1]))
+            await asyncio.sleep(REST_SECONDS)
         for turn in turns:
             turn.cancel()
         await asyncio.gather(*turns, return_exceptions=True)
         await engine.close()
         await elsewhere.close()
     elements = sum(map(len, (update.changed or {}).values()))
-    return report(format, engine, np.array(loads), np.array(works), np.array(busy), alone, elements)
+    return report(format, engine, np.array(loads), spent, np.array(works), np.array(busy), alone, elements)
 
 
 def report(
     format: str,
     engine: Watched,
     loads: FloatArray,
+    spent: list[float],
     works: FloatArray,
     busy: FloatArray,
     alone: FloatArray,
     elements: int,
 ) -> dict[str, Any]:
-    """loads [n, 2], the last one whole, works [n, 2] and busy [m, 2]: from when to when; alone: what ``bare`` gave."""
+    """loads [n, 2], the last one whole, works [n, 2] and busy [m, 2]: from when to when; ``spent``: what loads took by themselves,
+    in seconds; ``alone``: what ``bare`` gave."""
     ends, computed = np.array(engine.steps).T
     gaps, idle, begins, ends = np.diff(ends), np.diff(ends) - np.diff(computed), ends[:-1], ends[1:]
 
     def beside(spans: FloatArray) -> BoolArray:
         return ((ends[:, None] > spans[:, 0]) & (begins[:, None] < spans[:, 1])).any(1)
 
-    swaps = np.array(engine.swaps)
+    swaps, late = np.array(engine.swaps), np.array(engine.late_swaps)
+    loaded = np.array(engine.loaded)
     held, after = beside(swaps), np.zeros(len(gaps), bool)
     after[np.searchsorted(begins, works[:, 1])] = True
     still = ~(beside(np.concatenate([loads, works, busy])) | after)
     over = over_around(gaps, still, ends)
     spans = {
         "swap": over[held],
+        "after_load": over[beside(np.stack([loaded, loaded], 1))],
+        "late_swap": over[beside(late)],
         "undisturbed": over[still],
         "after_work": over[after],
         "bare": over_around(alone, np.ones(len(alone), bool), np.cumsum(alone)),
     }
     shares = {name: float(np.mean(times > LIMIT_SECONDS)) for name, times in spans.items()}
-    seconds = np.diff(loads)[:, 0]
-    partial = float(np.median(seconds[1:-1]))  # the first one also makes the second set of weights
+    partial = float(np.median(spent[1:-1]))  # the first one also makes the second set of weights
     found = {
         "pause_over_step_ms": 1e3 * float(spans["swap"].max()),
         "median_over_step_ms": 1e3 * float(np.median(spans["swap"])),
-        "swap_ms": 1e3 * float(np.diff(swaps).max()),
+        "swap_ms": 1e3 * float(np.diff(np.concatenate([swaps, late])).max()),
         "idle_ms": 1e3 * float(idle[held].max()),
         "longest_ms": {name: 1e3 * float(times.max()) for name, times in spans.items()},
-        "whole_vs_partial": float(seconds[-1]) / partial,
+        "whole_vs_partial": spent[-1] / partial,
     }
     print(
-        f"{format}: {elements:,} elements changed; load {partial:.2f} s, whole {seconds[-1]:.2f} s; step "
+        f"{format}: {elements:,} elements changed; load {partial:.2f} s, whole {spent[-1]:.2f} s; step "
         f"{1e3 * float(np.median(gaps[still])):.1f} ms, while loading {1e3 * float(np.median(gaps[beside(loads)])):.1f} ms"
     )
     for name, times in spans.items():
@@ -238,7 +272,7 @@ def main() -> None:
     parser.add_argument("--model", default="random-135m")
     parser.add_argument("--formats", nargs="+", default=["bf16", "nvfp4"])
     parser.add_argument("--share", type=float, default=0.008, help="of the BF16 elements that change")
-    parser.add_argument("--loads", type=int, default=24)
+    parser.add_argument("--loads", type=int, default=48)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--bare", type=float, default=60.0, help="seconds of matrices alone")
     args = parser.parse_args()
