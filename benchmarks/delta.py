@@ -12,7 +12,7 @@ gradients. Shares of 3, 1 and 0.1 % come from learning rates in between; the rea
 changed weight, H2(s)/s bits for its position, summed over matrices, and the entropy of the steps in units in the last place.
 "small" is the form for slow links, told of classes of old weights. The others: each matrix's bytes XORed and packed by zstd-1 (stitch, slime, miles, SkyRL, ModelExpress), unpacked by chunks of
 2 MB as slime does ("XOR") or a matrix at a time as the others do ("XOR all"), and int32 positions with BF16 values (TRL, verl, vLLM). Same arrays, same threads: matrices, or our
-objects, are spread over them. Encoding goes from two byte images to the objects' bytes, and all hash the new weights
+objects, are spread over them; they stay, as a publisher's and a subscriber's do. Encoding goes from two byte images to the objects' bytes, and all hash the new weights
 (xxh3-128), as stitch and slime do ("small" makes both forms); decoding goes from the objects' bytes to weights changed in place, without hashes. Times
 are medians of rounds in which the sides take turns: processor time at one thread, wall time at more. The copy rate is of
 copied bytes, of the same arrays by the same threads. The JSON has the figures at 1 %, decoding against the copy rate at
@@ -39,13 +39,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from delta_sides import SIDES
+from delta_sides import SIDES, pool
 from delta_weights import LAYER_SIZE, WARM_UP, Images, Walk, load, matrices, train, train_on_text
 
 from farflung.weights import Compactor, FolderStore, Published, Publisher, Subscriber
@@ -144,8 +143,7 @@ def measure(before: Images, after: Images, threads: int, clock: Callable[[], flo
 
 
 def copy(image: Images, before: Images, threads: int) -> None:
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(np.copyto, image.values(), before.values()))
+    list(pool(threads).map(np.copyto, image.values(), before.values()))
 
 
 def show_cases(cases: Mapping[str, Case]) -> None:

@@ -28,12 +28,11 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import xxhash
-from delta_sides import Xor
+from delta_sides import Xor, pool
 
 from farflung.weights import changes as sparse
 from farflung.weights.changes import Changes, Room
@@ -93,15 +92,14 @@ def measure(samples: list[Sample], threads: int, rounds: int) -> dict[str, float
     masks = peer.encode(threads)
 
     def over_all(work: Callable[[Sample, int], object]) -> Callable[[], object]:
-        """On its threads, which begin anew, as those of XOR do."""
+        """On its threads, which are those of XOR."""
 
         def run(thread: int) -> None:
             for one in by_thread[thread]:
                 work(one, thread)
 
         def all_threads() -> None:
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(run, range(threads)))
+            list(pool(threads).map(run, range(threads)))
 
         return all_threads
 

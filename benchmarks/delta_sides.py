@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 import zstandard
@@ -15,6 +16,12 @@ from farflung.weights.encoding import Encoder, Job, Work
 from farflung.weights.manifest import Part
 from farflung.weights.schema import Schema, TensorType
 from farflung.weights.streams import BF16, Run, Section, schema_of
+
+
+@cache
+def pool(threads: int) -> ThreadPoolExecutor:
+    """Threads that stay, for all sides, as a publisher's and a subscriber's do."""
+    return ThreadPoolExecutor(threads)
 
 
 def section_of(images: Images) -> Section:
@@ -57,8 +64,7 @@ class Ours:
                 piece = self.schema.pieces[change.piece]
                 delta.apply(held.bits(piece), change.content, piece.kind)
 
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(apply, objects))
+        list(pool(threads).map(apply, objects))
 
 
 class Small(Ours):
@@ -86,8 +92,7 @@ class Xor:
             digest(self._after[name])
             return zstandard.ZstdCompressor(level=1).compress(mask.data)
 
-        with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(pack, self._after))
+        return list(pool(threads).map(pack, self._after))
 
     def decode(self, threads: int, objects: Sequence[bytes], image: Images) -> None:
         def apply(bits: Bits, raw: bytes) -> None:
@@ -97,8 +102,7 @@ class Xor:
                 words[at : at + len(mask)] ^= mask
                 at += len(mask)
 
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(apply, image.values(), objects))
+        list(pool(threads).map(apply, image.values(), objects))
 
 
 class WholeXor(Xor):
@@ -109,8 +113,7 @@ class WholeXor(Xor):
             words = _words(bits)
             words ^= np.frombuffer(zstandard.ZstdDecompressor().decompress(raw), np.uint64)
 
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(apply, image.values(), objects))
+        list(pool(threads).map(apply, image.values(), objects))
 
 
 class Plain:
@@ -125,16 +128,14 @@ class Plain:
             digest(self._after[name])
             return positions.astype(np.int32).tobytes() + self._after[name][positions].tobytes()
 
-        with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(pack, self._after))
+        return list(pool(threads).map(pack, self._after))
 
     def decode(self, threads: int, objects: Sequence[bytes], image: Images) -> None:
         def apply(bits: Bits, raw: bytes) -> None:
             count = len(raw) // 6
             bits[np.frombuffer(raw, np.int32, count)] = np.frombuffer(raw, np.uint16, count, 4 * count)
 
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(apply, image.values(), objects))
+        list(pool(threads).map(apply, image.values(), objects))
 
 
 def _words(bits: Bits) -> Bits:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
@@ -15,6 +14,7 @@ from farflung.weights.elements import digest
 from farflung.weights.manifest import Part
 from farflung.weights.schema import PIECE_BYTES, Schema, groups
 from farflung.weights.streams import Section
+from farflung.weights.workers import Workers
 
 KEPT_BYTES = 32 << 20
 """What a room for changes may have taken to be kept: those of a group of which a sixth changed."""
@@ -79,7 +79,7 @@ class Encoder:
     """Threads, each with room for what changed, which stays for the next section unless much was written: memory is there then."""
 
     def __init__(self, threads: int) -> None:
-        self._threads = threads
+        self._workers = Workers(threads)
         self._rooms = SimpleQueue[Room]()
         for _ in range(threads):
             self._rooms.put(Room(PIECE_BYTES))
@@ -98,15 +98,14 @@ class Encoder:
             finally:
                 self._rooms.put(room if room.nbytes <= KEPT_BYTES else Room(PIECE_BYTES))
 
-        with ThreadPoolExecutor(self._threads) as pool:
-            if job.before is None or job.hashes is None:
-                work = Work(list(pool.map(lambda number: digest(section.bits(pieces[number])), numbers)))
-            else:
-                work = Work([])
-                for one in pool.map(changed, cut):
-                    work.add(one)
-            if job.whole:
-                work.anchor = list(pool.map(lambda group: _whole(job, group, work.hashes, put), cut))
+        if job.before is None or job.hashes is None:
+            work = Work(self._workers.all(lambda number: digest(section.bits(pieces[number])), numbers))
+        else:
+            work = Work([])
+            for one in self._workers.all(changed, cut):
+                work.add(one)
+        if job.whole:
+            work.anchor = self._workers.all(lambda group: _whole(job, group, work.hashes, put), cut)
         return work
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,6 +25,7 @@ from farflung.weights.retention import Lease
 from farflung.weights.schema import Schema, groups
 from farflung.weights.staging import MOST_CHANGED, Flat, Group, Staged, Told, by_tensor, changed_elements
 from farflung.weights.store import Missing, Store
+from farflung.weights.workers import Workers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
 THREADS = 2
 FETCHES = 8
 """Objects of changes fetched at a time; they are kept as they come."""
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,7 @@ class Subscriber:
         self._room = Room() if folder is None else Folder(folder)
         self._lease = None if name is None else Lease(store, self._history.run, name)
         self._small = small
-        self._threads = threads
+        self._workers, self._fetchers = Workers(threads), Workers(FETCHES)
         self._image: Image | None = None
         self._handed: str | None = None
         self._fetched = self._links = 0
@@ -248,7 +244,7 @@ class Subscriber:
             with self._detour.blaming(item[1]):
                 return self._object(item[0], schema, ranked=small)
 
-        objects = iter(list(_ahead(read, every, FETCHES)))
+        objects = iter(self._fetchers.all(read, every))
         names = [f"{self.format} of version {link.stop}" for link in links]
         with self._detour.blaming(shortcut):
             staged = ((name, islice(objects, len(each))) for name, each in zip(names, parts, strict=True))
@@ -273,7 +269,7 @@ class Subscriber:
                 return [self._settle(image, c, tells, backwards) for c in group.changes() if c.piece in sound]
 
             wrong = set[int]()
-            for settled in _ahead(settle, staged.groups, self._threads):
+            for settled in self._workers.ahead(settle, staged.groups):
                 for number, hash, elements in settled:
                     if backwards:
                         hashes[number] = hash
@@ -328,14 +324,13 @@ class Subscriber:
     def _differing(self, image: Image, pieces: Iterable[int]) -> list[int]:
         """Those whose bits do not have the hash that they should have."""
         pieces = list(pieces)
-        with ThreadPoolExecutor(self._threads) as pool:
-            found = pool.map(lambda number: digest(image.piece(number)), pieces)
-            return [number for number, hash in zip(pieces, found, strict=True) if hash != image.hashes[number]]
+        found = self._workers.all(lambda number: digest(image.piece(number)), pieces)
+        return [number for number, hash in zip(pieces, found, strict=True) if hash != image.hashes[number]]
 
     def _decoded(self, parts: Sequence[Part], schema: Schema) -> Iterator[Change]:
         """The changes of objects, which are fetched and decoded a few at a time."""
         self._fetched += sum(part.nbytes for part in parts)
-        for changes in _ahead(lambda part: self._object(part, schema).changes(), parts, self._threads):
+        for changes in self._workers.ahead(lambda part: self._object(part, schema).changes(), parts):
             yield from changes
 
     def _object(self, part: Part, schema: Schema, *, ranked: bool = False) -> Object:
@@ -355,19 +350,3 @@ def _holding(parts: Sequence[Part], pieces: Iterable[int]) -> list[Part]:
     """Those objects, in rising order of what is in them, that may hold any of the pieces."""
     firsts = [part.first for part in parts]
     return [parts[i] for i in sorted({bisect_right(firsts, number) - 1 for number in pieces}) if i >= 0]
-
-
-def _ahead(work: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
-    """Results in the order of items, of which no more than ``threads`` are at work or wait to be taken."""
-    with ThreadPoolExecutor(threads) as pool:
-        running: deque[Future[Result]] = deque()
-        try:
-            for item in items:
-                running.append(pool.submit(work, item))
-                if len(running) == threads:
-                    yield running.popleft().result()
-            while running:
-                yield running.popleft().result()
-        finally:
-            for future in running:
-                future.cancel()
