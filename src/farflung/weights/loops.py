@@ -68,16 +68,17 @@ def ones(context, word):
 
 @intrinsic
 def prefetch(context, array, item):
-    """Begin to bring an item that will be written into the cache."""
+    """Begin to bring an item into the second cache, for reading: more such requests are under way at a time than those that go
+    on to the first, or that ask to write at once."""
 
     def generate(context, builder, signature, arguments):
         number = ir.IntType(32)
         first = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         place = builder.bitcast(builder.gep(first, [arguments[1]]), ir.IntType(8).as_pointer())
         kind = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
-        to_write, near, data = number(1), number(3), number(1)
+        to_read, second, data = number(0), number(2), number(1)
         ask = builder.module.declare_intrinsic("llvm.prefetch", [place.type], kind)
-        builder.call(ask, [place, to_write, near, data])
+        builder.call(ask, [place, to_read, second, data])
         return context.get_dummy_value()
 
     return types.void(array, types.int64), generate
