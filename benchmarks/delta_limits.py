@@ -8,13 +8,13 @@ over the same images, by the same threads:
     compare    the loop that finds changes, alone; "and hash": with xxh3-128 of each block while it is in the cache
     zstd       undoing the planes, alone
     touch      adding known steps at known places, alone: what memory takes for changing these elements
-    apply      from the planes to changed weights; "in cache": always in the first image (25 MB)
     copy       every image once
+    apply      from the planes to changed weights
     XOR        encoding (with the same hash) and decoding (in chunks of 2 MB), as in delta.py
 
 "encode": a third of XOR's time, over that of comparing and hashing; "decode": an eighth of XOR's time, over that of zstd and
 touching. Below 1, three (eight) times XOR's speed is out of reach here even if all else took no time. Medians of rounds:
-processor time at one thread, wall time at more; "in cache" is on one thread. The last line is JSON.
+processor time at one thread, wall time at more. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -103,20 +103,15 @@ def measure(samples: list[Sample], threads: int, rounds: int) -> dict[str, float
 
         return all_threads
 
-    def in_cache() -> None:
-        for one in samples:
-            one.packed.apply(samples[0].image)
-
     works: dict[str, Callable[[], object]] = {
         "compare": over_all(lambda one, thread: one.look(rooms[thread], hashes=False)),
         "compare and hash": over_all(lambda one, thread: one.look(rooms[thread], hashes=True)),
         "XOR encode": lambda: peer.encode(threads),
         "zstd": over_all(lambda one, _: one.undo()),
         "touch": over_all(lambda one, _: sparse.apply(one.image, one.changes, BF16)),
-        "apply": over_all(lambda one, _: one.packed.apply(one.image)),
         "copy": over_all(lambda one, _: np.copyto(one.image, one.before)),
+        "apply": over_all(lambda one, _: one.packed.apply(one.image)),
         "XOR decode": lambda: peer.decode(threads, masks, images),
-        "apply in cache": in_cache,
     }
     taken: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(rounds + 1):  # the first one compiles, and finds its memory
@@ -155,7 +150,7 @@ def main() -> None:
         print(
             f"{100 * share:g} %, {args.threads} threads\n"
             f"  GB/s of an image: {', '.join(map(rate, ('compare', 'compare and hash', 'XOR encode', 'copy', 'XOR decode')))}\n"
-            f"  ns a change: {', '.join(map(each, ('zstd', 'touch', 'apply', 'apply in cache')))}\n"
+            f"  ns a change: {', '.join(map(each, ('zstd', 'touch', 'apply')))}\n"
             f"  a third of XOR's time is {one['encode']:.2f} of comparing and hashing; "
             f"an eighth is {one['decode']:.2f} of zstd and touching",
             flush=True,
