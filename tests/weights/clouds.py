@@ -62,7 +62,7 @@ class Cloud(ABC):
             return self.error(404, self.no_bucket)
         key = request.path.removeprefix(self.at).removeprefix("/")
         if request.method == "POST":
-            return self.batch(body)
+            return self.batch(request, body)
         if not key:
             return self._listed(request)
         if request.method == "PUT":
@@ -139,7 +139,7 @@ class Cloud(ABC):
     def broken(self, request: web.Request, held: Blob | None) -> web.Response | None:
         """The answer to a write whose condition does not hold, or which is none."""
 
-    def batch(self, body: bytes) -> web.Response:
+    def batch(self, request: web.Request, body: bytes) -> web.Response:
         """The answers to several requests in one."""
         return self.error(400, "NotImplemented")
 
@@ -156,7 +156,11 @@ class Google(Cloud):
     marker, created, deleted = "continuation-token", 200, 204
 
     def refused(self, request: web.Request) -> web.Response | None:
-        return None if request.headers.get("Authorization") == f"Bearer {SECRET}" else self.error(403, "AccessDenied")
+        if request.headers.get("Authorization") != f"Bearer {SECRET}":
+            return self.error(403, "AccessDenied")
+        if request.path == self.at and request.query.get("list-type") != "2":
+            return self.error(400, "InvalidArgument")  # of another form
+        return None
 
     def broken(self, request: web.Request, held: Blob | None) -> web.Response | None:
         if "If-Match" in request.headers or "If-None-Match" in request.headers:
@@ -206,9 +210,12 @@ class Azure(Cloud):
             return self.error(412, "ConditionNotMet")
         return None
 
-    def batch(self, body: bytes) -> web.Response:
+    def batch(self, request: web.Request, body: bytes) -> web.Response:
         parts = []
-        for number, path in re.findall(rb"Content-ID: (\d+)\r\n\r\nDELETE (\S+) HTTP/1.1\r\n", body):
+        asked = re.findall(rb"Content-ID: (\d+)\r\n\r\nDELETE (\S+) HTTP/1.1\r\n", body)
+        if request.query.get("comp") != "batch" or body.count(b"\nAuthorization: SharedKey ") != len(asked):
+            return self.error(400, "InvalidInput")
+        for number, path in asked:
             key = unquote(path.decode()).removeprefix(f"{self.at}/")
             status = "202 Accepted" if self.blobs.pop(key, None) else f"404 {self.no_object}"
             parts.append(

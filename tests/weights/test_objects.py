@@ -256,6 +256,26 @@ def test_a_put_that_finds_another_write_under_way_tries_again(store: ObjectStore
         store.put("run/b", b"data")
 
 
+def test_writes_that_come_too_fast_for_the_cloud_are_made_later(scheme: str, proxy: Front) -> None:
+    """Google takes about one write of an object a second."""
+    written = 0.0
+
+    async def one_a_second(request: web.Request, forward: Answer) -> web.StreamResponse:
+        nonlocal written
+        if time.monotonic() < written + 1:
+            return web.Response(status=429, text="<Error><Code>SlowDown</Code></Error>")
+        written = time.monotonic()
+        return await forward(request)
+
+    store = ObjectStore(f"{scheme}://{BUCKET}/{secrets.token_hex(8)}")
+    proxy.fault = writes(one_a_second)
+    before = None
+    for value in (b"1", b"2", b"3"):
+        store.swap_pointer("run/latest", before, value)
+        before = value
+    assert store.read_pointer("run/latest") == b"3"
+
+
 def test_a_stale_pointer_is_never_swapped_from(store: ObjectStore, proxy: Front) -> None:
     store.swap_pointer("run/latest", None, b"1")
     stale: web.Response | None = None

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import gc
+import os
+import signal
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from itertools import count
 
@@ -44,8 +49,9 @@ def test_after_an_error_nothing_is_at_work_and_the_threads_go_on(run: Run) -> No
             raise ValueError("of the first")
         if item == 1:
             going.set()
-            threading.Event().wait(0.2)
+            time.sleep(0.2)
             done.append(item)
+        time.sleep(0.02)
         return item
 
     with pytest.raises(ValueError, match="of the first"):
@@ -75,7 +81,75 @@ def test_no_more_is_taken_ahead_than_there_are_threads() -> None:
     results = Workers(3).ahead(lambda item: item, (next(taken) for _ in range(100)))
     assert [next(results) for _ in range(5)] == [0, 1, 2, 3, 4]
     assert next(taken) <= 5 + 3
+
+
+def test_what_is_left_half_way_is_not_at_work() -> None:
+    going, done = threading.Event(), []
+
+    def work(item: int) -> int:
+        if item:
+            going.set()
+            time.sleep(0.2)
+            done.append(item)
+        return item
+
+    results = Workers(2).ahead(work, range(10))
+    assert next(results) == 0
+    assert going.wait(30)
     results.close()
+    seen = list(done)
+    assert 1 in seen
+    time.sleep(0.3)
+    assert done == seen
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, which a process in the background may not get."""
+
+
+def test_an_interrupted_wait_ends_when_nothing_is_at_work(run: Run) -> None:
+    done = []
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    def work(item: int) -> int:
+        time.sleep(0.2)  # until it is waited for
+        if item == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.3)
+        done.append(item)
+        return item
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(Interrupted):
+            run(work, [0, 1])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert 0 in done
+    seen = list(done)
+    time.sleep(0.5)
+    assert done == seen
+
+
+def test_a_failure_holds_on_to_nothing() -> None:
+    class Held:
+        pass
+
+    def fails(_: Held) -> None:
+        raise ValueError("as asked")
+
+    held = Held()
+    gone = weakref.ref(held)
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="as asked"):
+            Workers(2).all(fails, [held])
+        del held
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_threads_stay_and_go_with_their_workers() -> None:

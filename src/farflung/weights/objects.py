@@ -61,13 +61,14 @@ class Deadlines:
 
     ``stall_seconds`` without a byte end a read. ``request_seconds`` are for one request with its whole body, so they
     bound how slow a connection may be that carries an object of gigabytes. After ``retry_seconds`` or ``retries``
-    failed requests (connection, timeout, status 5xx) the error is raised.
+    failed requests (connection, timeout, status 5xx or 429) the error is raised. As many as there are take some seconds at
+    least: Google refuses more than about one write of an object a second.
     """
 
     connect_seconds: float = 10.0
     stall_seconds: float = 30.0
     request_seconds: float = 600.0
-    retries: int = 5
+    retries: int = 10
     retry_seconds: float = 120.0
 
     def client(self, *, reads: bool, allow_http: bool, headers: dict[str, str] | None = None) -> ClientConfig:

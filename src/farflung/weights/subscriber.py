@@ -86,7 +86,7 @@ class Subscriber:
         self._room = Room() if folder is None else Folder(folder)
         self._lease = None if name is None else Lease(store, self._history.run, name)
         self._small = small
-        self._workers, self._fetchers = Workers(threads), Workers(FETCHES)
+        self._workers = Workers(threads)
         self._image: Image | None = None
         self._handed: str | None = None
         self._fetched = self._links = 0
@@ -244,7 +244,7 @@ class Subscriber:
             with self._detour.blaming(item[1]):
                 return self._object(item[0], schema, ranked=small)
 
-        objects = iter(self._fetchers.all(read, every))
+        objects = iter(Workers(FETCHES).all(read, every))
         names = [f"{self.format} of version {link.stop}" for link in links]
         with self._detour.blaming(shortcut):
             staged = ((name, islice(objects, len(each))) for name, each in zip(names, parts, strict=True))
