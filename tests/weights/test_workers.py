@@ -1,3 +1,5 @@
+"""Threads that stay: results in order, and nothing at work once a call has ended, however it ended."""
+
 from __future__ import annotations
 
 import gc
