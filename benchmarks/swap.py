@@ -19,7 +19,7 @@ and ``longest_ms`` the longest, of
     after_load   the first step after a load whose swap waits: every second one does, for four steps
     late_swap    the steps that hold those swaps
     after_work   the first step after another process has added numbers for as long as a load takes; it holds nothing of the engine's
-    undisturbed  all others, with nothing published, fetched, loaded or worked on meanwhile
+    undisturbed  all others, with nothing published, fetched, loaded or worked on meanwhile (second steps after such work are among them)
     bare         the same matrices multiplied by a batch, over and over, before there is an engine
 
 The last line is JSON, by format.
@@ -276,6 +276,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--bare", type=float, default=60.0, help="seconds of matrices alone")
     args = parser.parse_args()
+    if args.loads < 2:
+        parser.error("--loads must be at least 2: one swap comes at once, the next one waits")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path) if args.model == "random-135m" else Path(args.model)

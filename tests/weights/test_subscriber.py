@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
-import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -281,44 +278,6 @@ def test_a_fetch_that_dies_while_it_applies_leaves_what_the_next_one_mends(
                 assert update.bytes == sum(part.nbytes for part in deltas), "what was applied is not fetched whole"
             assert positions(subscriber.fetch(3)) == brute(*streams([history[then], history[3]], "bf16"))
             subscriber.close()
-
-
-class Interrupted(BaseException):
-    """As KeyboardInterrupt, which a process in the background may not get."""
-
-
-def test_an_interrupted_fetch_changes_nothing_behind_the_next_one(
-    room: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, history = MemoryStore(), walk(2)
-    publish(store, history)
-    subscriber = Subscriber(store, RUN, **room)
-    subscriber.fetch(0)
-    settle, once = Subscriber._settle, iter([True])
-
-    def interrupts(*arguments: Any) -> Any:
-        time.sleep(0.2)  # until it is waited for
-        if next(once, False):
-            os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(0.2)
-        return settle(*arguments)
-
-    def raises(*_: object) -> None:
-        raise Interrupted
-
-    before = signal.signal(signal.SIGUSR1, raises)
-    try:
-        with monkeypatch.context() as patched:
-            patched.setattr(Subscriber, "_settle", interrupts)
-            with pytest.raises(Interrupted):
-                subscriber.fetch(1)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    update = subscriber.fetch(0)
-    assert equal(update.tensors, history[0])
-    time.sleep(0.5)
-    assert equal(update.tensors, history[0])
-    subscriber.close()
 
 
 def test_what_changed_is_told_against_what_was_handed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import threading
 import time
 import weakref
@@ -102,36 +100,6 @@ def test_what_is_left_half_way_is_not_at_work() -> None:
     seen = list(done)
     assert 1 in seen
     time.sleep(0.3)
-    assert done == seen
-
-
-class Interrupted(BaseException):
-    """As KeyboardInterrupt, which a process in the background may not get."""
-
-
-def test_an_interrupted_wait_ends_when_nothing_is_at_work(run: Run) -> None:
-    done = []
-
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
-    def work(item: int) -> int:
-        time.sleep(0.2)  # until it is waited for
-        if item == 0:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(0.3)
-        done.append(item)
-        return item
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    try:
-        with pytest.raises(Interrupted):
-            run(work, [0, 1])
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert 0 in done
-    seen = list(done)
-    time.sleep(0.5)
     assert done == seen
 
 
